@@ -13,8 +13,12 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
+from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, TypeVar, get_type_hints
 
 from rlsys.errors import Code, UserError
@@ -23,7 +27,7 @@ if TYPE_CHECKING:
     from pydantic import TypeAdapter
 
 T = TypeVar("T", bound=Callable[..., Any])
-_FACTS = "__rlsys_needs__"
+_FACTS, _UNIT = "__rlsys_needs__", "__rlsys_unit__"
 _BOUNDS = ("greater_than", "greater_than_equal", "less_than", "less_than_equal", "multiple_of")
 """Pydantic's names of bounds that a value can break."""
 
@@ -76,6 +80,21 @@ def needs(*facts: str) -> Callable[[T], T]:
 def needs_of(component: Any) -> frozenset[str]:
     """Return the facts that `needs` declared; empty for a component without a declaration."""
     return getattr(component, _FACTS, frozenset())
+
+
+def measured_in(unit: str | Mapping[str, str]) -> Callable[[T], T]:
+    """Declare the unit of a metric, such as `@measured_in("words")`, or of each key of the mapping that it returns."""
+
+    def declare(component: T) -> T:
+        setattr(component, _UNIT, unit)
+        return component
+
+    return declare
+
+
+def units_of(component: Any) -> str | Mapping[str, str]:
+    """Return what `measured_in` declared; empty for a component without a declaration."""
+    return getattr(component, _UNIT, "")
 
 
 def import_component(path: str, key: str) -> Any:
@@ -152,6 +171,55 @@ def _unusable(path: str, name: str, error: Exception, key: str) -> UserError:
         f"the parameter {name} of {path} has a type that no setting can have ({one_line(error):.200}): change it."
     )
     return _problem(key, sentence, "user_code")
+
+
+class OverdueError(Exception):
+    """A call of a component has not returned within its time limit."""
+
+
+class ComponentThread:
+    """Daemon thread in which all calls of one component run, so that a call that never returns can be given up.
+
+    Python cannot end a thread: one that hangs is left behind, and ends with the process.
+    """
+
+    def __init__(self) -> None:
+        self._calls: SimpleQueue[tuple[Future[Any], Callable[..., Any], tuple[Any, ...]] | None] = SimpleQueue()
+        self._last: Future[Any] | None = None
+        threading.Thread(target=_serve, args=(self._calls,), name="component", daemon=True).start()
+        weakref.finalize(self, self._calls.put, None)
+
+    def call(self, function: Callable[..., Any], *arguments: Any, timeout_s: float | None) -> Any:
+        """Return the result of `function`, or raise its error. Called by one thread at a time.
+
+        Raises OverdueError after `timeout_s`, and at once while an earlier call has not returned.
+        """
+        if self._last is not None and not self._last.done():
+            raise OverdueError("an earlier call has not returned")
+        answer: Future[Any] = Future()
+        self._last = answer
+        self._calls.put((answer, function, arguments))
+        try:
+            return answer.result(timeout_s)
+        except TimeoutError:
+            if not answer.done():
+                raise OverdueError(f"it has not returned within {timeout_s:g} s") from None
+            return answer.result()  # It has just ended, or the error is its own.
+        finally:
+            if answer.done():
+                self._last = None
+            del answer  # The traceback of its error refers to this frame, which must not refer to the error.
+
+
+def _serve(calls: SimpleQueue[Any]) -> None:
+    """Run the calls until None."""
+    while (call := calls.get()) is not None:
+        answer, function, arguments = call
+        try:
+            answer.set_result(function(*arguments))
+        except BaseException as error:  # noqa: BLE001, raised in the caller
+            answer.set_exception(error)
+        del call, answer, function, arguments
 
 
 def one_line(error: BaseException) -> str:

@@ -9,9 +9,11 @@ from typing import Annotated
 
 from annotated_types import Ge
 
+from rlsys.components import measured_in
 from rlsys.data.trajectory import Group
 
 
+@measured_in({"mean": "words", "long_share": "share"})
 def answer_words(groups: Sequence[Group], *, long: Annotated[int, Ge(1)] = 10) -> Mapping[str, float]:
     """Return the mean number of words of an answer, and the share of answers with more than `long` words."""
     answers = [sample.trajectory.answer for group in groups for sample in group.samples]

@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from rlsys.apps.chat.chat_settings import ChatOptions, settings_of
 from rlsys.apps.chat.conversation import EpisodeEnded, Failed, ObservationAdded, TextPiece, opened
 from rlsys.apps.cli.main import run_command
-from rlsys.apps.evaluation.evaluation_inputs import EngineName, find_model
+from rlsys.apps.evaluation.evaluation_inputs import engine_named, find_model
 from rlsys.apps.running import run_to_end
 from rlsys.errors import Interrupted, UserError
 from rlsys.observe.samples import visible
@@ -41,7 +41,7 @@ async def infer(given: argparse.Namespace) -> None:
     for note in settings.notes:
         print(note, file=sys.stderr)
     async with (
-        opened(model, settings, EngineName(given.engine)) as chat,
+        opened(model, settings, engine_named(given.engine)) as chat,
         aclosing(chat.conversation.ask(given.question)) as events,
     ):
         async for event in events:
@@ -65,7 +65,7 @@ def main() -> None:
     add("--search_url", default="http://127.0.0.1:8000", help="URL of the retrieval server")
     add("--max_turns", type=int, help="maximum number of searches (default: as in training)")
     add("--temperature", type=float, default=0.7)
-    add("--engine", choices=list(EngineName), default=EngineName.transformers)
+    add("--engine", default="transformers", help="transformers (the default), sglang or package.module.Class")
     given = parser.parse_args()
     # Escape characters that the terminal's encoding lacks.
     sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]

@@ -42,7 +42,9 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
+import torch
 from torch import Tensor
 
 from rlsys.config.algorithm import AlgorithmConfig, CustomKl, FullKl, KlControl, KlTail, SampledKl
@@ -116,8 +118,19 @@ def sampled_estimator(settings: SampledKl | CustomKl) -> KlEstimator:
     return partial(_checked, estimator) if isinstance(estimator, OwnComponent) else estimator
 
 
+def call_own(own: OwnComponent, logprobs: Tensor, other: Any) -> Any:
+    """Call a component from outside of the package in its thread, with the gradient mode and CUDA stream of this one."""
+    grad, stream = torch.is_grad_enabled(), torch.cuda.current_stream() if logprobs.is_cuda else None
+
+    def call(*arguments: Any) -> Any:
+        with torch.set_grad_enabled(grad), torch.cuda.stream(stream):
+            return own.call(*arguments)
+
+    return own.run(call, logprobs, other)
+
+
 def _checked(estimator: OwnComponent, logprobs: Tensor, other: Tensor) -> Tensor:
-    value = estimator(logprobs, other)
+    value = call_own(estimator, logprobs, other)
     if not isinstance(value, Tensor) or value.shape != logprobs.shape:
         raise estimator.error(f"returned {described(value)} instead of a tensor of shape {list(logprobs.shape)}")
     if not value.detach().isfinite().all():

@@ -50,7 +50,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from rlsys.algorithms.kl import LOG_RATIO_LIMIT, KlEstimator, importance_weights, k3, sampled_estimator
+from rlsys.algorithms.kl import LOG_RATIO_LIMIT, KlEstimator, call_own, importance_weights, k3, sampled_estimator
 from rlsys.config.algorithm import Aggregation, AlgorithmConfig, FullKl, KlPlace
 from rlsys.config.custom import OwnComponent, bound, described
 
@@ -242,7 +242,7 @@ POLICY_LOSSES: Mapping[str, Callable[..., Surrogate]] = {
 
 def _checked(loss: OwnComponent, logprobs: Tensor, inputs: LossInputs) -> Surrogate:
     """Call a policy loss from outside of the package and check its result, which may also be the loss alone."""
-    found = loss(logprobs, inputs)
+    found = call_own(loss, logprobs, inputs)
     surrogate = Surrogate(found) if isinstance(found, Tensor) else found
     if not isinstance(surrogate, Surrogate):
         raise loss.error(f"returned {described(found)} instead of a tensor or a Surrogate")

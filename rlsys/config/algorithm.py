@@ -12,7 +12,7 @@ from typing import Annotated, Literal
 from annotated_types import Ge, Unit
 
 from rlsys.config.bounds import AboveOne, Count, NotNegative, Positive, Share, Tokens
-from rlsys.config.custom import Custom
+from rlsys.config.custom import TimedCustom
 
 AdvantageBaseline = StrEnum("AdvantageBaseline", ["none", "batch", "group", "leave_one_out"])
 """Value subtracted from a return. `none`: Nothing. `batch`: Mean over the mini-batch's episodes; training waits for the
@@ -131,7 +131,7 @@ CRITIC, MINI_BATCH = "critic", "mini_batch"
 """Needs that an advantage estimator from outside of the package may declare."""
 
 
-class CustomAdvantage(Custom):
+class CustomAdvantage(TimedCustom):
     """An advantage estimator of your own; see docs/extending.md."""
 
     key = "algorithm.advantage.kind"
@@ -192,7 +192,7 @@ class SapoLoss:
     """Temperature of the gate for the other tokens."""
 
 
-class CustomLoss(Custom):
+class CustomLoss(TimedCustom):
     """A policy loss of your own; see docs/extending.md."""
 
     key = "algorithm.policy_loss.kind"
@@ -218,7 +218,7 @@ class FullKl:
     """Let the sampled token stand for all tokens outside of the `topk_tokens`; false ignores them."""
 
 
-class CustomKl(Custom):
+class CustomKl(TimedCustom):
     """A KL estimator of your own; see docs/extending.md."""
 
     key = "algorithm.kl_estimator.kind"

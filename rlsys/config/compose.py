@@ -111,7 +111,11 @@ _TAKEN: dict[type, tuple[type, ...]] = {
 }
 """Schema type -> YAML types that convert to it."""
 _WORDS = {bool: "true or false", int: "a whole number", float: "a number", str: "text", list: "a list", dict: "a map"}
-_FREE = ("model.layers", "model.recompute", "task.train_path", "task.eval_path")
+_FREE = (
+    *("model.layers", "model.recompute", "task.train_path", "task.eval_path"),
+    *(f"{group}.timeout_s" for group in ("algorithm.advantage", "algorithm.policy_loss", "algorithm.kl_estimator")),
+    "trainer.schedule.timeout_s",
+)
 """Exceptions to `_LEARNS`: keys that do not affect learning. Paths may change because the content of the questions is
 compared."""
 

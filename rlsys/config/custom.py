@@ -6,6 +6,7 @@ keyword-only parameters then are the group's keys.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field, fields, make_dataclass
@@ -14,7 +15,17 @@ from inspect import Parameter
 from typing import Any, ClassVar, cast
 
 from rlsys import components
-from rlsys.components import check_callable, import_component, needs_of, one_line, parameters_of
+from rlsys.components import (
+    ComponentThread,
+    OverdueError,
+    check_callable,
+    import_component,
+    needs_of,
+    one_line,
+    parameters_of,
+    units_of,
+)
+from rlsys.config.bounds import Seconds
 from rlsys.errors import UserError
 
 _PARAMETER = "parameter"
@@ -54,6 +65,14 @@ class Custom:
     def __reduce__(self) -> Any:
         """Pickle by name: the class is made from the component's parameters, in every process anew."""
         return _again, (type(self).__bases__[0], {one.name: getattr(self, one.name) for one in fields(self)})
+
+
+@dataclass
+class TimedCustom(Custom):
+    """A component from outside of the package that is called directly, where nothing else would end its calls."""
+
+    timeout_s: Seconds = 300.0
+    """Time limit of a call, after which the component has failed."""
 
 
 def custom_variant(base: type[Custom], path: str) -> type[Custom]:
@@ -97,21 +116,46 @@ def parameter_types(group: type) -> dict[str, components.Parameter]:
     return {one.name: one.metadata[_PARAMETER] for one in fields(group) if _PARAMETER in one.metadata}
 
 
-@dataclass(frozen=True, slots=True)
 class OwnComponent:
     """A component from outside of the package with its parameters bound; its errors name it."""
 
-    settings: Custom
-    call: Callable[..., Any]
+    def __init__(self, settings: Custom) -> None:
+        self.settings = settings
+        self.call: Callable[..., Any] = partial(settings.component, **_settings(settings))
+        self._thread: ComponentThread | None = None
+
+    def __reduce__(self) -> Any:
+        """Pickle without the thread."""
+        return OwnComponent, (self.settings,)
+
+    @property
+    def units(self) -> str | Mapping[str, str]:
+        """Units that the component, a metric, declares."""
+        return units_of(self.settings.component)
 
     def __call__(self, *arguments: Any) -> Any:
-        """Call the component. Raises UserError if the component raises any other error."""
+        """Call the component as `run` does."""
+        return self.run(self.call, *arguments)
+
+    def run(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """Call `function`, the component or a method of what it made.
+
+        Raises UserError if it raises any other error and, for a `TimedCustom`, if it does not return in time. All calls
+        of a `TimedCustom` run in one thread of its own.
+        """
+        where = f" in {function.__name__}" if inspect.ismethod(function) else ""
         try:
-            return self.call(*arguments)
+            if not isinstance(self.settings, TimedCustom):
+                return function(*arguments)
+            self._thread = self._thread or ComponentThread()
+            return self._thread.call(function, *arguments, timeout_s=self.settings.timeout_s)
         except UserError:
             raise
+        except OverdueError:
+            limit = f"timeout_s={cast('TimedCustom', self.settings).timeout_s:g}"
+            raise self.error(f"has not returned{where} within {limit} s") from None
         except Exception as error:
-            raise self.error(f"failed ({one_line(error)})") from error
+            raise self.error(f"failed{where} ({one_line(error)})") from error
 
     def error(self, what: str, fix: str = "correct it") -> UserError:
         """Return an error whose sentence has the component's key and name, `what` it did, and the `fix`."""
@@ -123,7 +167,7 @@ class OwnComponent:
 
 def own_component(settings: Custom) -> OwnComponent:
     """Return the component from outside of the package that `settings` choose."""
-    return OwnComponent(settings, partial(settings.component, **_settings(settings)))
+    return OwnComponent(settings)
 
 
 def bound(settings: Any, known: Mapping[str, Callable[..., Any]]) -> Callable[..., Any]:

@@ -30,7 +30,7 @@ from rlsys.config.bounds import (
     Tokens,
     Whole,
 )
-from rlsys.config.custom import REQUIRED, Custom, custom_variant
+from rlsys.config.custom import REQUIRED, Custom, TimedCustom, custom_variant
 
 Device = StrEnum("Device", ["cpu", "gpu"])
 """Hardware of the worker groups. `cpu`: For tests and the tiny example."""
@@ -487,7 +487,7 @@ class BoundedWaitSchedule:
     on_update: OnUpdate = AsyncSchedule.on_update
 
 
-class CustomSchedule(Custom):
+class CustomSchedule(TimedCustom):
     """A `SchedulePolicy` from outside of the package; see `orchestrator/pipeline/schedule_policy.py`."""
 
     key = "trainer.schedule.kind"
@@ -660,14 +660,14 @@ class CheckpointConfig:
     """Keys that may change on resume although they affect learning, such as `trainer.prompts_per_step`."""
 
 
-class CustomTracker(Custom):
+class CustomTracker(TimedCustom):
     """A metric tracker, named by its class."""
 
     key = "tracking.trackers"
     arguments = ("run_dir",)
 
 
-class CustomMetric(Custom):
+class CustomMetric(TimedCustom):
     """A metric, named by its function."""
 
     key = "tracking.metrics"

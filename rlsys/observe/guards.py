@@ -12,7 +12,20 @@ from dataclasses import dataclass
 from math import isnan
 
 from rlsys.config.schema import GuardsConfig
+from rlsys.observe.metrics import Metric
 
+GUARD_METRICS = (
+    Metric("guard/entropy", "0 or 1", "`actor/entropy` is below `guards.entropy_floor`"),
+    Metric(
+        "guard/kl",
+        "0 or 1",
+        "`actor/kl` is above `guards.kl_ceiling`; if the loss has no KL term, the metric of the configured estimator "
+        "under `kl/`",
+    ),
+    Metric("guard/ratio", "0 or 1", "`actor/ratio_max` is above `guards.ratio_ceiling`"),
+    Metric("guard/many_answers", "0 or 1", "`answers/many_share` is above `guards.many_answers_ceiling`"),
+    Metric("guard/same_answer", "0 or 1", "`answers/same_share` is above `guards.same_answer_ceiling`"),
+)
 _SAMPLED_KL = {
     **{name: f"kl/{name}" for name in ("k1", "k2", "k3", "k5", "abs")},
     "k3++": "kl/k3",

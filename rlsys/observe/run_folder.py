@@ -18,6 +18,7 @@ from rlsys.files import limited_lines, open_regular, read_regular, read_yaml
 from rlsys.observe import records
 from rlsys.observe.environment import RUN, Launch, read_launches
 from rlsys.observe.kept import TRAJECTORIES, TrajectoryRecord, read_trajectories, trajectory_steps
+from rlsys.observe.metrics import UNITS
 from rlsys.observe.status import STATUS
 
 T = TypeVar("T")
@@ -45,6 +46,8 @@ class RunFolder:
     summary: dict[str, Any] | None
     """Contents of summary.json; None until the run ends."""
     status: dict[str, Any] | None
+    units: Mapping[str, Any] = field(default_factory=dict)
+    """Contents of units.json: name of a metric -> [unit, meaning]; empty for a run of an older rlsys."""
     problems: list[str] = field(default_factory=list)
     """Sentences about unreadable content, without duplicates; methods that read a file later may append more."""
     _reported: set[str] = field(default_factory=set, init=False, repr=False, compare=False)
@@ -112,6 +115,7 @@ def open_run(path: Path) -> RunFolder:
         reference=reference[-1] if reference else None,
         summary=_whole(path, records.SUMMARY, report),
         status=_whole(path, STATUS, report),
+        units=_whole(path, UNITS, report) or {},
         problems=problems,
     )
 

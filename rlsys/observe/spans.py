@@ -23,7 +23,28 @@ from typing import Any
 
 from rlsys.data.trajectory import Trajectory
 from rlsys.files import write_atomically
+from rlsys.observe.metrics import Metric
 
+BATCH_METRICS = (
+    Metric(
+        "batch/fill/<group>",
+        "share",
+        "sample tokens in the micro-batches of actor, critic or inference group, relative to the token budget; above 1 "
+        "only if one sample exceeds it",
+    ),
+    Metric("batch/padding/<group>", "share", "padding among the tokens that the worker group computed"),
+    Metric(
+        "perf/actor_tflops",
+        "10^12/s",
+        "operations that the model needs to train the step's tokens, per second of training",
+    ),
+    Metric(
+        "mfu/actor",
+        "share",
+        "rate of these operations relative to the peak of the actor's devices (dense bfloat16, from the data sheet)",
+        "S",
+    ),
+)
 Arg = str | int | float | bool | list[str]
 Interval = tuple[int, int]
 """Start and end, ns."""

@@ -8,6 +8,7 @@ in beta, is not available on every server, and counts rows, not steps.)
 
 from __future__ import annotations
 
+import inspect
 import logging
 import math
 import os
@@ -20,10 +21,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
-from rlsys.config.custom import own_component
-from rlsys.config.schema import CustomMetric, TrackingConfig, WandbMode
+from rlsys.config.custom import OwnComponent, own_component
+from rlsys.config.schema import CustomMetric, CustomTracker, TrackingConfig, WandbMode
 from rlsys.data.trajectory import Group
 from rlsys.errors import RunError, UserError
+from rlsys.observe.metrics import Metric
 from rlsys.observe.records import METRICS, LineLog
 
 logger = logging.getLogger(__name__)
@@ -159,6 +161,23 @@ class WandbTracker:
                 shutil.rmtree(part)
 
 
+class OwnTracker:
+    """Calls a tracker from outside of the package, which fails if a call has not returned within its `timeout_s`."""
+
+    def __init__(self, settings: CustomTracker, run_dir: Path) -> None:
+        self._own = own_component(settings)
+        self._tracker = self._own(run_dir)
+        self.id = getattr(self._tracker, "id", "")
+
+    def log(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """See `Tracker.log`."""
+        self._own.run(self._tracker.log, step, metrics)
+
+    def close(self) -> None:
+        """See `Tracker.close`."""
+        self._own.run(self._tracker.close)
+
+
 class OwnMetrics:
     """Metrics from outside of the package. A metric that fails is dropped with one warning."""
 
@@ -173,6 +192,9 @@ class OwnMetrics:
                 key="tracking.metrics",
             )
 
+        self.declared = tuple(one for named in self._functions.items() for one in _declared(*named))
+        """Units, as `rlsys.components.measured_in` gives them, and the first lines of the docstrings."""
+
     def of(self, groups: Sequence[Group]) -> dict[str, float]:
         """Return the metrics of a step: `own/<function>`, or `own/<function>/<key>` for each key of a mapping."""
         found: dict[str, float] = {}
@@ -185,6 +207,14 @@ class OwnMetrics:
                 del self._functions[name]
                 logger.warning("The metric %s failed (%s); the run continues without it.", name, problem)
         return found
+
+
+def _declared(name: str, own: OwnComponent) -> Iterator[Metric]:
+    """Yield a metric for each unit that a metric from outside of the package declares."""
+    units, meaning = own.units, next(iter((inspect.getdoc(own.settings.component) or "").splitlines()), "")
+    for key, unit in (units if isinstance(units, Mapping) else {"": units}).items():
+        yield Metric(f"{name}/{key}".rstrip("/"), unit, meaning)
+    yield Metric(f"{name} {name}/...", "", meaning)
 
 
 class Trackers:
@@ -245,7 +275,7 @@ def open_trackers(
         others["wandb"] = lambda: WandbTracker(run_dir, run_dir.name, config, resolved_config, resumed)
     for number, own in enumerate(config.trackers):
         name = own.kind if own.kind not in others else f"{own.kind}[{number}]"
-        others[name] = partial(own_component(own), run_dir)
+        others[name] = partial(OwnTracker, own, run_dir)
     return Trackers(LineLog(run_dir / METRICS, resumed.metrics_bytes if resumed else None), others)
 
 

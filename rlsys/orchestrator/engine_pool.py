@@ -39,11 +39,30 @@ from rlsys.config.schema import RunConfig
 from rlsys.data.question import Question
 from rlsys.data.trajectory import Trajectory
 from rlsys.errors import RunError
+from rlsys.observe.metrics import Metric
 from rlsys.observe.spans import Arg, Span, Tracer, episode_spans
 from rlsys.orchestrator.pipeline.rollout_pipeline import GroupLost, LostReason
 from rlsys.rollout.agent.episode import EngineActivity, EngineDied, common_wait
 from rlsys.rollout.agent.tokens import EpisodeProgress
 
+ENGINE_METRICS = (
+    Metric("rollout/engines", "count", "living engines"),
+    Metric(
+        "rollout/requeued_groups",
+        "groups",
+        "groups run again after the [death of an engine](troubleshooting.md#an-engine-died)",
+    ),
+    Metric(
+        "rollout/lost_groups",
+        "groups",
+        "groups given up for now; the prompt is tried again, at most twice (`MAX_LOSSES` is 3)",
+    ),
+    Metric("rollout/timed_out_groups", "groups", "lost groups that a living engine did not finish in time"),
+    Metric("engine/<engine>/tokens_per_s", "tokens/s", "tokens of one engine per second in which it generates"),
+    Metric("engine/<engine>/cached_fraction", "share", "tokens sent to one engine that were in its prefix cache"),
+    Metric("engine/<engine>/<name>_s", "s", "times of one engine"),
+    Metric("engine/<engine>/<name>", "", "counts of one engine and its search client"),
+)
 MARGIN_S = 30.0
 """Extra time beyond the episode time-out, for aborts, transfer, and a pause to switch weights."""
 ABORT_TIMEOUT_S = 10.0

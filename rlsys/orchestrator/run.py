@@ -28,15 +28,22 @@ from rlsys.errors import UserError
 from rlsys.files import sha256_of
 from rlsys.observe import status
 from rlsys.observe.environment import detect, unmet_requirements
-from rlsys.observe.guards import Alarm
-from rlsys.observe.spans import peak_flops
+from rlsys.observe.guards import GUARD_METRICS, Alarm
+from rlsys.observe.metrics import Metric
+from rlsys.observe.spans import BATCH_METRICS, peak_flops
 from rlsys.observe.status import STATUS, Progress, StatusFile
-from rlsys.orchestrator.engine_pool import EnginePool
-from rlsys.orchestrator.evaluation.heldout import heldout_questions
+from rlsys.orchestrator.engine_pool import ENGINE_METRICS, EnginePool
+from rlsys.orchestrator.evaluation.heldout import EVALUATION_METRICS, heldout_questions
 from rlsys.orchestrator.evaluator import Evaluator
 from rlsys.orchestrator.pipeline.grouping import finish, mean_kl
 from rlsys.orchestrator.pipeline.rollout_pipeline import Handlers, RolloutPipeline
 from rlsys.orchestrator.pipeline.scheduler import DropReason
+from rlsys.orchestrator.pipeline.step_metrics import (
+    ADVANTAGE_METRICS,
+    EPISODE_METRICS,
+    REWARD_METRICS,
+    TOKEN_METRICS,
+)
 from rlsys.orchestrator.pipeline.training_step import (
     learn,
     learning,
@@ -45,13 +52,21 @@ from rlsys.orchestrator.pipeline.training_step import (
     score_batch_size,
 )
 from rlsys.orchestrator.resume import CHECKPOINTS, Origin, RunState, find_origin, folder_of, write_state
+from rlsys.orchestrator.rewards.judge import JUDGE_METRICS
 from rlsys.orchestrator.rewards.reward import Rewards, reward_group
-from rlsys.orchestrator.run_logger import History, RunLogger
+from rlsys.orchestrator.run_logger import (
+    FIRST_UPDATE_METRICS,
+    STEP_METRICS,
+    TIME_METRICS,
+    History,
+    RunLogger,
+)
 from rlsys.orchestrator.saving import CheckpointedGroup, Saver
 from rlsys.orchestrator.search_server import Serving, require_named, serving, silent
-from rlsys.orchestrator.weight_sync import WeightSync
+from rlsys.orchestrator.weight_sync import SYNC_METRICS, WeightSync
 from rlsys.orchestrator.worker_groups import (
     STOP_TIMEOUT_S,
+    UPDATE_METRICS,
     ActorGroup,
     CriticGroup,
     InferenceGroup,
@@ -67,6 +82,28 @@ from rlsys.weights.flops import flops_of
 from rlsys.weights.weight_map import read_architecture
 
 _log = logging.getLogger(__name__)
+
+PIPELINE_METRICS = (
+    Metric("pipeline/outstanding", "groups", "prompt groups admitted and not yet trained or dropped"),
+    Metric("pipeline/version_lag", "versions", "versions trained and not yet used by all engines"),
+    Metric(
+        "pipeline/dropped_<reason>",
+        "groups",
+        "dropped because `stale`, `surplus`, `no_spread`, `lost`, or at the `end`",
+    ),
+)
+METRIC_TABLES: Mapping[str, Sequence[Metric]] = {
+    "Rewards": (*REWARD_METRICS, *JUDGE_METRICS),
+    "Advantages, values and divergences": ADVANTAGE_METRICS,
+    "Episodes": (*EPISODE_METRICS, *STEP_METRICS),
+    "Updates": (*UPDATE_METRICS, *FIRST_UPDATE_METRICS),
+    "Late and changed tokens": TOKEN_METRICS,
+    "Time": (*TIME_METRICS, *BATCH_METRICS, *SYNC_METRICS),
+    "Pipeline and engines": (*PIPELINE_METRICS, *ENGINE_METRICS),
+    "Evaluations": EVALUATION_METRICS,
+    "Guards": GUARD_METRICS,
+}
+"""Heading in docs/metrics.md -> its metrics; without those of the user."""
 
 POLL_S = 1.0
 """Interval at which `watch_rollouts` polls the engines."""
@@ -277,7 +314,8 @@ async def open_run(config: RunConfig, run_dir: Path, origin: Origin | None = Non
     async with AsyncExitStack() as stack:
         progress = stack.enter_context(_progress(config, run_dir, history))
         cost = flops_of(read_architecture(config.model.path))
-        log = RunLogger(config, run_dir, progress, cost, history, _decoder(config))
+        declared = [metric for table in METRIC_TABLES.values() for metric in table]
+        log = RunLogger(config, run_dir, progress, cost, history, _decoder(config), declared)
         stack.callback(log.close)
         rewards = Rewards(config.reward, config.task, config.compat)
         stack.push_async_callback(rewards.close)

@@ -32,6 +32,7 @@ from rlsys.files import json_safe, remove_partial_files, write_atomically
 from rlsys.observe.environment import record_launch, tree_cpu_seconds
 from rlsys.observe.guards import Alarm, Guards, GuardsState
 from rlsys.observe.kept import TrajectoryWriter, remove_trajectories_after
+from rlsys.observe.metrics import UNITS, Metric, explained
 from rlsys.observe.outcome import draw_curves
 from rlsys.observe.records import (
     METRICS,
@@ -66,6 +67,38 @@ from rlsys.weights.flops import Flops
 
 _log = logging.getLogger(__name__)
 
+STEP_METRICS = (
+    Metric("rollout/tokens_per_s", "tokens/s", "tokens that the engines generated for the step's episodes, per second"),
+)
+FIRST_UPDATE_METRICS = (
+    Metric(
+        "actor/first_ratio_dev_max",
+        "1",
+        "largest distance of a ratio from 1 in the step's first update; serves as a check, because it is [0 to "
+        "rounding](concepts.md#ratios-and-why-log-probs-are-recomputed) if all groups were scored by the version that "
+        "the step starts from, as in all schedules but `async`: in float32 below 1e-3, in bfloat16 on GPUs about 1e-2 "
+        "(an estimate)",
+    ),
+)
+TIME_METRICS = (
+    Metric("time/step", "s", "the step, without evaluations and checkpoints", "S `timing_s/step`, R"),
+    Metric("time/rollout", "s", "generation of episodes", "S `timing_s/gen`, R"),
+    Metric("time/reward", "s", "computation of rewards", "S `timing_s/adv` (with advantages), R"),
+    Metric("time/inference", "s", "log-probs of policy and reference", "S `timing_s/ref` (the reference's), R"),
+    Metric("time/values", "s", "the critic's values", "S `timing_s/values`"),
+    Metric(
+        "time/training",
+        "s",
+        "training of actor and critic",
+        "S `timing_s/update_actor`, `timing_s/update_critic`, R",
+    ),
+    Metric("time/sync_weights", "s", "weight sync: new weights to engines and inference group", "R"),
+    Metric("time/checkpoint", "s", "writing of a checkpoint, as far as it overlaps the step"),
+    Metric("time/switch", "s", "time in which colocated groups leave and take the devices"),
+    Metric("time/overlap", "s", "scoring or training during generation"),
+    Metric("time/cpu", "s", "CPU time of the driver and all processes that it started"),
+    Metric("idle/<group>", "share", "part of the step in which no worker of the group was busy"),
+)
 _STAGE_KEYS = {"logprob": "inference", "train": "training", "sync": "sync_weights"}
 """Span stage -> its name under `time/`, where the two differ."""
 _RATIO, _FIRST_RATIO = "actor/ratio_dev_max", "actor/first_ratio_dev_max"
@@ -125,11 +158,12 @@ class RunLogger:
         cost: Flops | None = None,
         history: History | None = None,
         decode: Callable[[Sequence[int]], str] | None = None,
+        declared: Sequence[Metric] = (),
     ) -> None:
         """Open the records in `run_dir`; with the `history` of a resumed run, continue them.
 
         `cost` counts the model's operations; without it, utilisation is not logged. `decode` turns token ids into text,
-        special tokens included; without it, trajectories are not saved.
+        special tokens included; without it, trajectories are not saved. `declared` explains the metrics of rows.
         """
         self.config = config
         self.run_dir, self.progress = run_dir, progress
@@ -140,6 +174,9 @@ class RunLogger:
         """Peak rate of all actor devices together, in operations per second; None disables `mfu/actor`."""
         self._cost = cost
         self._own_metrics = OwnMetrics(config.tracking.metrics)
+        self._declared = (*self._own_metrics.declared, *declared)
+        self._named: set[str] = set()
+        """Names of the metrics in units.json."""
         self._guards = Guards(config.guards, config.algorithm.kl_estimator.kind)
         self._trajectory_writer = TrajectoryWriter(run_dir, decode) if decode is not None else None
         self.episodes: list[Span] = []
@@ -211,6 +248,7 @@ class RunLogger:
         alarms = self._guards.check(step, row)
         ringing = {alarm.guard for alarm in alarms}
         row |= {f"guard/{name}": float(name in ringing) for name in self._guards.names}
+        self._explain(row)
         self._trackers.log(step, row)
         self._write_timeline(step, window)
         for alarm in alarms:
@@ -218,6 +256,12 @@ class RunLogger:
                 self.progress.console.print(f"Warning: {alarm}", style="yellow", highlight=False, markup=False)
         self.progress.update(step=step, reward=row["critic/score/mean"], tokens_per_s=row["rollout/tokens_per_s"])
         return alarms
+
+    def _explain(self, names: Iterable[str]) -> None:
+        """Write units and meanings to units.json when a row has a new name."""
+        if not self._named.issuperset(names):
+            self._named.update(names)
+            write_atomically(self.run_dir / UNITS, json.dumps(explained(self._named, self._declared), indent=1) + "\n")
 
     async def trajectories(self, step: int, groups: Sequence[Group]) -> None:
         """Start to save trajectories of `step` token by token, once the previous step's trajectories are on disk."""

@@ -39,6 +39,7 @@ from rlsys.cluster.worker_group import WorkerGroup, together
 from rlsys.config.schema import ClusterConfig, SyncMode
 from rlsys.errors import PeerLost, RunError
 from rlsys.observe import status
+from rlsys.observe.metrics import Metric
 from rlsys.observe.spans import Tracer
 from rlsys.weights.transport import BucketHandle, Meeting, TransportSpec
 
@@ -69,6 +70,16 @@ class WeightReceiver(Protocol):
 
     async def finish_update(self, version: int, digest: str) -> None:
         """Switch to `version`. Raises RunError if the received tensors do not match `digest`."""
+
+
+SYNC_METRICS = (
+    Metric("time/sync_transfer", "s", "push of the weight sync"),
+    Metric("time/sync_switch", "s", "activation of the weight sync, until every engine uses the new version"),
+    Metric("sync/bytes", "bytes", "one copy of the weights"),
+    Metric("sync/gb_s", "10^9 bytes/s", "rate of the push"),
+    Metric("sync/copy_gb_s", "10^9 bytes/s", "rate at which the sender copies memory"),
+    Metric("sync/copy_fraction", "share", "rate of the push relative to this copy rate"),
+)
 
 
 @dataclass(frozen=True, slots=True)

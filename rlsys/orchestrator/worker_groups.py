@@ -32,11 +32,47 @@ from rlsys.config.derived import has_critic, on_update, scoring_forwards
 from rlsys.config.schema import Device, Mode, RunConfig
 from rlsys.data.trajectory import Floats, Sample, Scores, TopkLogprobs
 from rlsys.observe import status
+from rlsys.observe.metrics import Metric
 from rlsys.observe.spans import QUESTIONS, Arg, Tracer
 from rlsys.trainer.batches import Accumulated, BatchSharder, LogProbs, MicroBatch, Plan
 from rlsys.trainer.offload import switch_figures
 from rlsys.weights.transport import BucketHandle, TransportSpec
 
+UPDATE_METRICS = (
+    Metric("actor/policy_loss", "1", "the surrogate loss", "S `actor/pg_loss`, R"),
+    Metric("actor/kl_loss", "nats", "the KL term of the loss, without its weight", "S, R"),
+    Metric("actor/entropy", "nats a token", "entropy of the policy", "S `actor/entropy_loss`, R `actor/entropy_loss`"),
+    Metric("actor/ratio", "1", "mean ratio of a token", "R"),
+    Metric("actor/ratio_max actor/ratio_min", "1", "largest and smallest ratio"),
+    Metric("actor/ratio_dev_max", "1", "largest distance of a ratio from 1"),
+    Metric("actor/clip_fraction", "share", "clipped tokens", "S `actor/pg_clipfrac`, R"),
+    Metric(
+        "actor/clip_fraction_low actor/clip_fraction_high",
+        "share",
+        "tokens clipped by the lower and by the upper bound",
+    ),
+    Metric("actor/dual_clip_fraction", "share", "tokens that `algorithm.policy_loss.dual_clip` bounds"),
+    Metric(
+        "actor/approx_kl",
+        "nats a token",
+        "divergence between old and new policy, by k3",
+        "S `actor/ppo_kl` (by k1), R",
+    ),
+    Metric(
+        "actor/kl",
+        "nats a token",
+        "divergence of the policy from the reference during the updates, by the configured estimator",
+    ),
+    Metric("actor/tokens", "tokens", "trained tokens of an optimiser step"),
+    Metric("actor/grad_norm", "1", "gradient norm before clipping", "S, R"),
+    Metric("actor/lr", "1", "learning rate", "S, R"),
+    Metric("critic/vf_loss", "reward^2", "loss of the critic", "S"),
+    Metric("critic/vf_clipfrac", "share", "tokens whose gradient `critic.value_clip` clips", "S"),
+    Metric("critic/vpred_mean", "reward", "mean of the critic's values during the updates", "S"),
+    Metric("critic/value_error", "reward", "mean return minus mean value: the critic's overall bias"),
+    Metric("critic/grad_norm", "1", "gradient norm before clipping", "S"),
+    Metric("critic/lr", "1", "learning rate", "S"),
+)
 STOP_TIMEOUT_S = 30.0
 
 

@@ -167,6 +167,7 @@ def _run(run: RunFolder, name: str, chunk: int, sink: Sink | None, cache: ModelC
         "steps": [row["step"] for row in rows],
         "times": [json_safe(row.get("time")) for row in rows],
         "metrics": {name: [_figure(row.get(name)) for row in rows] for name in names},
+        "units": _units(run, names),
         "evaluations": evaluations,
         "reference": json_safe(run.reference),
         "measured": _measured(run),
@@ -175,6 +176,14 @@ def _run(run: RunFolder, name: str, chunk: int, sink: Sink | None, cache: ModelC
         "drift": drift.as_json(drift.report_of(drifts, sampling)) if kept else None,
         "audit": cache.audit(run, digests) if audited and kept else None,
         "problems": list(run.problems),
+    }
+
+
+def _units(run: RunFolder, names: Sequence[str]) -> dict[str, list[str]]:
+    """Return unit and meaning of each metric in `names` that units.json explains."""
+    found = {name: run.units.get(name) for name in names}
+    return {
+        name: [str(text) for text in both] for name, both in found.items() if isinstance(both, list) and len(both) == 2
     }
 
 

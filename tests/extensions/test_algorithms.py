@@ -113,6 +113,9 @@ def nothing(logprobs, inputs):
 def not_a_number(logprobs, inputs):
     return logprobs * float("nan")
 
+def with_a_shared_key(logprobs, inputs, *, timeout_s: float = 1.0):
+    return logprobs
+
 def without_gradient(logprobs, inputs):
     return logprobs.detach()
 
@@ -191,7 +194,9 @@ def test_policy_loss_and_kl_estimator_of_ones_own_are_trained(own: Own) -> None:
 
 def test_settings_are_typed_bounded_recorded_and_compared_like_every_key(own: Own) -> None:
     config = own("algorithm.policy_loss=toys.scaled", "algorithm.policy_loss.factor='4'")
-    assert as_dict(config)["algorithm"]["policy_loss"] == {"kind": "toys.scaled", "factor": 4.0, "label": "x"}
+    assert as_dict(config)["algorithm"]["policy_loss"] == {
+        **{"kind": "toys.scaled", "timeout_s": 300.0, "factor": 4.0, "label": "x"}
+    }
     again = typed(recorded(as_dict(config), ["toys.scaled"]), RunConfig)
     assert again == pickle.loads(pickle.dumps(config)) == config
     other = own("algorithm.policy_loss=toys.scaled")
@@ -206,7 +211,7 @@ def test_settings_have_the_types_and_bounds_that_the_component_declares(own: Own
     config = own(f"{loss}=toys.of_many_types", "algorithm.kl_coef=0", *given)
     assert as_dict(config)["algorithm"]["policy_loss"] == {
         **{"kind": "toys.of_many_types", "steps": 2, "sizes": [1, 2], "name": "a", "shape": 1, "pair": [3, 0.5]},
-        **{"where": "x", "power": 1, "weights": {"b": 2.0}},
+        **{"where": "x", "power": 1, "weights": {"b": 2.0}, "timeout_s": 300.0},
     }
     logprobs, inputs = batch([1.0])
     total, _ = policy_loss(config.algorithm)(logprobs, None, inputs)
@@ -234,6 +239,7 @@ def test_record_of_a_run_imports_only_components_that_the_reader_names(own: Own)
         (["policy_loss=toys.one_argument"], "user_code", "policy_loss.kind"),
         (["policy_loss=toys.untyped"], "user_code", "policy_loss.kind"),
         (["policy_loss=toys.number"], "user_code", "policy_loss.kind"),
+        (["policy_loss=toys.with_a_shared_key"], "conflict", "policy_loss.kind"),
         (["policy_loss=toys.must_be_told"], "missing", "policy_loss.factor"),
         (["policy_loss=toys.scaled", "policy_loss.factor=much"], "wrong_type", "policy_loss.factor"),
         (["policy_loss=toys.scaled", "policy_loss.clip_low=0.1"], "conflict", "policy_loss.clip_low"),

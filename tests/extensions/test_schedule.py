@@ -122,7 +122,14 @@ def test_settings_and_bounds_of_a_schedule_are_keys_of_the_config() -> None:
     config = config_of(f"{TOYS}.InPairs", TOGETHER, "trainer.schedule.max_staleness=3", "trainer.schedule.max_wait=2")
     assert (max_staleness(config), max_wait(config), on_update(config)) == (3, 2, OnUpdate.finish)
     assert as_dict(config)["trainer"]["schedule"] == {
-        **{"kind": f"{TOYS}.InPairs", "max_staleness": 3, "max_wait": 2, "on_update": "finish", "together": 1}
+        **{
+            "kind": f"{TOYS}.InPairs",
+            "timeout_s": 300.0,
+            "max_staleness": 3,
+            "max_wait": 2,
+            "on_update": "finish",
+            "together": 1,
+        }
     }
     scheduler = make_scheduler(config)
     assert scheduler.max_staleness == 3

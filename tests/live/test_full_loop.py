@@ -16,6 +16,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from rlsys.orchestrator.run import METRIC_TABLES
 from tests.support.paths import PROJECT
 from tests.support.runs import LIMIT_S, PATIENT
 
@@ -110,6 +111,20 @@ def test_run_folder_has_config_charts_trace_samples_and_tensorboard(run: Finishe
     assert len(list((run.folder / "samples").glob("*.txt"))) == 10
     assert list(run.folder.rglob("events.out.tfevents.*"))
     assert "exact match" in run.printed
+
+
+ELSEWHERE = ("judge/", "tool/", "correction/", "time/values", "time/switch", "time/checkpoint", "mfu/")
+CRITIC = ("rewards", "returns", "values", "v", "kl", "grad_norm", "lr")
+"""Metrics of features that the demo lacks."""
+
+
+def test_row_has_every_metric_that_is_declared_and_no_other(run: FinishedRun) -> None:
+    logged = {name for row in run.rows for name in row} - {"step", "time"}
+    assert json.loads((run.folder / "units.json").read_text()).keys() == logged
+    declared = [one for heading, table in METRIC_TABLES.items() if heading != "Evaluations" for one in table]
+    features = (*ELSEWHERE, *(f"critic/{name}" for name in CRITIC))
+    missing = {one.names for one in declared if not any(map(one.covers, logged))}
+    assert missing == {one.names for one in declared if one.names.startswith(features)}
 
 
 def test_no_process_survives_the_run(run: FinishedRun) -> None:

@@ -14,12 +14,13 @@ from hypothesis import strategies as st
 
 from rlsys.data.trajectory import Action
 from rlsys.observe.kept import TrajectoryRecord, read_step_trajectories
+from rlsys.observe.metrics import UNITS
 from rlsys.observe.run_folder import open_run
 from rlsys.report.report_page import compressed, inline_json
 from rlsys.report.run_model import ANSWERS, CHUNK, ModelCache, TrajectoryIndex, build, read_chunk, row_of, runs_of
 from tests.support.answers import SEARCH, answered, asked, turn
 from tests.support.damage import LEVELS, holding
-from tests.support.made_run import Maker, Size, add_measured, made_run
+from tests.support.made_run import UNITS_OF, Maker, Size, add_measured, made_run
 
 FIGURES = ("advantage", "sampled", "ratio")
 
@@ -151,6 +152,24 @@ def test_row_with_any_other_value_is_read_or_reported(tmp_path: Path, name: str)
     assert all(compressed(rows) for rows in taken.values())
     said = sum(name.partition(".")[0] in problem for problem in runs[0].problems)
     assert 0 < said <= len(lines)
+
+
+def test_units_are_read_unless_they_are_damaged(tmp_path: Path) -> None:
+    folder = made_run(tmp_path / "run", Maker(Size(steps=2)))
+
+    def units() -> dict[str, list[str]]:
+        model = build([open_run(folder)], audited=False)
+        json.loads(inline_json(model))
+        found: dict[str, list[str]] = model["runs"][0]["units"]
+        return found
+
+    assert units() == UNITS_OF
+    for value in VALUES:
+        for text in (value, b'{"time/step": %s}' % value, b'{"time/step": [%s, %s]}' % (value, value)):
+            (folder / UNITS).write_bytes(text)
+            assert all(len(both) == 2 for both in units().values())
+    (folder / UNITS).unlink()
+    assert units() == {}
 
 
 def test_steps_are_read_once_and_again_after_a_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

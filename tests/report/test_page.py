@@ -14,7 +14,7 @@ from tests.report.watch.test_server import watching
 from tests.support.answers import answered, asked
 from tests.support.browser import DESKTOP, PHONE, Look, browser, look
 from tests.support.growing_run import add_evaluation, add_step, write_run, write_status
-from tests.support.made_run import Maker, Size, add_measured, made_run
+from tests.support.made_run import UNITS_OF, Maker, Size, add_measured, made_run
 from tests.support.ports import free_port
 
 __all__ = ["browser", "look"]
@@ -63,6 +63,12 @@ def test_every_view_opens_directly_and_fits_the_screen(
         assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), f"{view} is too wide"
     assert opened.problems == []
     assert set(opened.requests) == {report.resolve().as_uri()}, "the page may load nothing else"
+
+
+def test_metric_has_the_format_of_its_unit_and_its_meaning(report: Path, look: Look) -> None:
+    page = look(at(report, "view=curves&figure=exact_match")).page
+    figure = page.locator("figure", has=page.get_by_title(UNITS_OF["reward/exact_match"][1]))
+    expect(figure.locator("figcaption")).to_contain_text("%")
 
 
 def test_filters_select_trajectories_and_stay_in_the_address(run: RunFolder, report: Path, look: Look) -> None:

@@ -8,7 +8,6 @@ from pathlib import Path
 
 from rlsys.apps.chat.conversation import Conversation, Opened
 from rlsys.apps.chat.web import create_app
-from rlsys.apps.evaluation.evaluation_inputs import EngineName
 from rlsys.config.schema import TaskConfig
 from rlsys.rollout.agent.episode import EpisodeTools
 from rlsys.rollout.agent.recorder import Generation, OnTokens, TurnSampling
@@ -94,7 +93,7 @@ def conversation(script: Script, search: FakeSearch | None, tasks: TaskConfig | 
 def opened(script: Script, search: FakeSearch) -> Opened:
     """An opened chat with `script` and `search`."""
     asked = conversation(script, search, task(max_prompt_tokens=512))
-    return Opened(asked, EngineName.transformers, "folder/<b>model</b>", "http://127.0.0.1:9", 2, 0.0)
+    return Opened(asked, "transformers", "folder/<b>model</b>", "http://127.0.0.1:9", 2, 0.0)
 
 
 @contextmanager

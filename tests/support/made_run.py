@@ -12,6 +12,7 @@ import yaml
 from rlsys.apps.evaluation.results import RESULTS, write_results
 from rlsys.observe.environment import Launch
 from rlsys.observe.kept import TrajectoryRecord, TurnRecord, write_trajectories
+from rlsys.observe.metrics import UNITS
 from rlsys.observe.records import TIMELINE, LineLog, timeline_row
 from rlsys.observe.spans import Span
 from rlsys.orchestrator.evaluation.heldout import Answered, Evaluation
@@ -20,6 +21,11 @@ _SENTENCE = """the of in a city country capital river was born which is north ne
 language museum 1896 treaty province film album director season island railway university"""
 WORDS = tuple(_SENTENCE.split())
 DAY = 1_790_000_000
+UNITS_OF = {
+    **{"reward/exact_match": ["share", "episodes whose answer matches exactly"], "time/step": ["s", "the step"]},
+    **{name: ["share", ""] for name in ("idle/actor", "batch/fill/actor", "batch/fill/inference", "staleness/lag_1")},
+}
+"""Contents of units.json."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,6 +183,7 @@ def made_run(folder: Path, maker: Maker | None = None, **settings: Any) -> Path:
     (folder / "config.yaml").write_text(yaml.safe_dump(config))
     life = Launch(DAY, 0, {"host": "here", "python": "3.11"}, "abc", True, ["rlsys", "train", "a b"])
     (folder / "run.json").write_text(json.dumps({"lives": [asdict(life)]}))
+    (folder / UNITS).write_text(json.dumps(UNITS_OF))
     _write_lines(folder / "metrics.jsonl", [maker.metrics(step) for step in range(1, size.steps + 1)])
     for after in (0, size.steps):
         answers = maker.answers(after)

@@ -29,7 +29,7 @@ from rich.console import Console
 from transformers.utils import logging
 
 from rlsys.apps.chat.chat_settings import ChatSettings
-from rlsys.apps.evaluation.evaluation_inputs import EngineName, Model, as_hf
+from rlsys.apps.evaluation.evaluation_inputs import Model, as_hf
 from rlsys.apps.evaluation.execution import UnusedSearch, open_codec, open_generator
 from rlsys.config.schema import Device, RunConfig, SearchR1Agent
 from rlsys.data.question import Question
@@ -210,7 +210,7 @@ class Opened:
     """A running conversation and its settings."""
 
     conversation: Conversation
-    engine: EngineName
+    engine: str
     model: str
     search: str
     """Address of the search server; empty without searches."""
@@ -218,14 +218,14 @@ class Opened:
     temperature: float
 
 
-def default_engine(config: RunConfig) -> EngineName:
+def default_engine(config: RunConfig) -> str:
     """Return SGLang on a GPU, and transformers on a CPU, where it starts faster."""
-    return EngineName.sglang if config.cluster.device is Device.gpu else EngineName.transformers
+    return "sglang" if config.cluster.device is Device.gpu else "transformers"
 
 
 @asynccontextmanager
 async def opened(
-    model: Model, settings: ChatSettings, engine: EngineName, report: Callable[[str], None] = lambda _: None
+    model: Model, settings: ChatSettings, engine: str, report: Callable[[str], None] = lambda _: None
 ) -> AsyncIterator[Opened]:
     """Start search and engine for a conversation with `model`, and stop them on exit. `report` receives the progress.
 
@@ -271,7 +271,7 @@ async def opened(
 
 
 @asynccontextmanager
-async def opened_in_terminal(model: Model, settings: ChatSettings, engine: EngineName) -> AsyncIterator[Opened]:
+async def opened_in_terminal(model: Model, settings: ChatSettings, engine: str) -> AsyncIterator[Opened]:
     """Like `opened`, with the progress shown in the terminal."""
     logging.disable_progress_bar()
     async with AsyncExitStack() as stack:

@@ -22,7 +22,7 @@ from rich.text import Text
 from rlsys.apps.chat import conversation as chat
 from rlsys.apps.chat.chat_settings import ChatSettings
 from rlsys.apps.chat.conversation import Conversation, Event, Failed, Kind, opened_in_terminal
-from rlsys.apps.evaluation.evaluation_inputs import EngineName, Model
+from rlsys.apps.evaluation.evaluation_inputs import Model
 from rlsys.errors import RunError, with_code
 from rlsys.observe.samples import visible
 
@@ -38,7 +38,7 @@ _FINISHES = {
 _MAX_BYTES = 1 << 16
 
 
-async def ask(model: Model, settings: ChatSettings, engine: EngineName, question: str | None, *, as_json: bool) -> None:
+async def ask(model: Model, settings: ChatSettings, engine: str, question: str | None, *, as_json: bool) -> None:
     """Answer `question`, or the questions typed or piped to stdin."""
     typed = question is None and sys.stdin.isatty()
     screen: Screen = JsonScreen() if as_json else TextScreen(Console(highlight=False), echo=not typed)

@@ -29,7 +29,7 @@ from starlette.types import Receive, Scope, Send
 
 from rlsys.apps.chat.chat_settings import ChatSettings
 from rlsys.apps.chat.conversation import Failed, Opened, as_dict, opened_in_terminal
-from rlsys.apps.evaluation.evaluation_inputs import EngineName, Model
+from rlsys.apps.evaluation.evaluation_inputs import Model
 from rlsys.errors import RunError, UserError
 from rlsys.search.address import bind, is_foreign, is_trusted, own_names
 from rlsys.search.connections import PAGE_CONNECTIONS, LimitedConfig, LimitedServer
@@ -79,7 +79,7 @@ def create_app(opened: Opened, names: frozenset[str]) -> FastAPI:
     @app.get("/about")
     async def about() -> dict[str, object]:
         shown = {name: getattr(opened, name) for name in ("model", "search", "max_turns", "temperature")}
-        return {"engine": str(opened.engine), **shown}
+        return {"engine": opened.engine, **shown}
 
     @app.post("/ask")
     async def ask(request: Request) -> Response:
@@ -124,7 +124,7 @@ async def serve(opened: Opened, sock: socket.socket, host: str) -> None:
         raise
 
 
-async def serve_chat(model: Model, settings: ChatSettings, engine: EngineName, host: str, port: int) -> None:
+async def serve_chat(model: Model, settings: ChatSettings, engine: str, host: str, port: int) -> None:
     """Serve the page of a chat with `model` until cancelled; port 0 takes a free one."""
     with bind(host, port) as sock:
         async with opened_in_terminal(model, settings, engine) as chat:

@@ -18,7 +18,7 @@ _MODEL = "Hugging Face folder, or Megatron checkpoint (.../global_step_N)."
 _QUESTION = "Question; by default read from the terminal, or one per line from a pipe."
 _CONFIG = "Config with prompt, limits and search; by default the config of the training run, else Search-R1's."
 _INDEX = "Index folder made by `rlsys search index`, served for the chat."
-_ENGINE = "sglang (the default on a GPU) or transformers (the default on a CPU)."
+_ENGINE = "sglang (the default on a GPU), transformers (the default on a CPU) or package.module.Class."
 _PROMPT = "Text file with {question} in it, used instead of the prompt of training."
 _TURNS = "Maximum number of searches per answer; by default as in training."
 _HOST = "Address to listen on; by default only this machine can reach it."
@@ -59,12 +59,12 @@ def command(
     from rlsys.apps.chat.chat_settings import ChatOptions, settings_of
     from rlsys.apps.chat.conversation import default_engine
     from rlsys.apps.chat.terminal import ask
-    from rlsys.apps.evaluation.evaluation_inputs import EngineName, find_model, named
+    from rlsys.apps.evaluation.evaluation_inputs import engine_named, find_model
 
     found = find_model(model, hf, f"--model {model}")
     options = ChatOptions(config_name, config_dir, search_url, index, prompt, max_turns, temperature)
     settings = settings_of(found, options)
-    chosen = default_engine(settings.config) if engine is None else named("--engine", engine, EngineName)
+    chosen = default_engine(settings.config) if engine is None else engine_named(engine)
     for note in settings.notes:
         print(note, file=sys.stderr)
     try:

@@ -37,7 +37,7 @@ def command(
         int | None, Option(min=1, help="Maximum number of questions per set; by default eval.limit.")
     ] = None,
     baseline: Annotated[str, Option(help=_BASELINE)] = "none",
-    engine: Annotated[str, Option(help="sglang or transformers.")] = "sglang",
+    engine: Annotated[str, Option(help="sglang, transformers or package.module.Class.")] = "sglang",
     samples: Annotated[int | None, Option(help=_SAMPLES)] = None,
     temperature: Annotated[
         float | None, Option(help="Sampling temperature; 0 is greedy. By default eval.temperature.")
@@ -53,9 +53,15 @@ def command(
     for name, value in {"limit": limit, "samples": samples, "temperature": temperature}.items():
         if value is not None:
             setattr(config.eval, name, value)
-    from rlsys.apps.evaluation.evaluation_inputs import Baseline, EngineName, EvaluationMethod, find_inputs, named
+    from rlsys.apps.evaluation.evaluation_inputs import (
+        Baseline,
+        EvaluationMethod,
+        engine_named,
+        find_inputs,
+        named,
+    )
 
-    method = EvaluationMethod(named("--engine", engine, EngineName), named("--baseline", baseline, Baseline))
+    method = EvaluationMethod(engine_named(engine), named("--baseline", baseline, Baseline))
     inputs = run_to_end(find_inputs(config, method.baseline, names, data_dir, model, hf))
     from rlsys.apps.evaluation.execution import evaluate_into_folder
 

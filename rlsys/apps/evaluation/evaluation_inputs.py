@@ -13,10 +13,10 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TypeVar
+from typing import TypeVar, get_type_hints
 
 from rlsys.apps.data.prepare import SETS
-from rlsys.config.schema import RunConfig
+from rlsys.config.schema import RolloutConfig, RunConfig, kinds_in_words, variant
 from rlsys.data.question import Question, read_questions
 from rlsys.errors import RunError, UserError, in_one
 from rlsys.files import read_yaml
@@ -48,18 +48,25 @@ class Baseline(StrEnum):
     search = "search"
 
 
-class EngineName(StrEnum):
-    """Engines that generate answers."""
+ENGINES = get_type_hints(RolloutConfig)["engine"]
+"""Type of the settings of every engine."""
 
-    sglang = "sglang"
-    transformers = "transformers"
+
+def engine_named(word: str) -> str:
+    """Return the kind of engine that `--engine` names. Raises UserError if there is none."""
+    if variant(ENGINES, word) is None:
+        raise UserError(
+            f"--engine {word} is unknown. Choices: {kinds_in_words(ENGINES)}.", code="unknown", key="--engine"
+        )
+    return word
 
 
 @dataclass(frozen=True, slots=True)
 class EvaluationMethod:
     """Engine and prompts of an evaluation; samples and temperature are in `eval` of the config."""
 
-    engine: EngineName = EngineName.sglang
+    engine: str = "sglang"
+    """Kind of engine, as in `rollout.engine.kind`."""
     baseline: Baseline = Baseline.none
 
 

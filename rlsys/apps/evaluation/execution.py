@@ -11,7 +11,7 @@ import re
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -19,17 +19,28 @@ from rich.console import Console
 from transformers import AutoTokenizer
 
 from rlsys.apps.evaluation.evaluation_inputs import (
+    ENGINES,
     SEARCHING,
     Baseline,
-    EngineName,
     EvaluationInputs,
     EvaluationMethod,
+    as_error,
     as_hf,
+    is_about,
     questions_of,
 )
 from rlsys.apps.evaluation.results import ANSWERS, PAGE, RESULTS, noting, render_table, settings_of, write_results
 from rlsys.apps.running import run_to_end
-from rlsys.config.schema import EngineConfig, RunConfig, SearchR1Agent, SglangConfig, TagsConfig, TransformersConfig
+from rlsys.config.compose import typed
+from rlsys.config.schema import (
+    CustomEngine,
+    EngineConfig,
+    RunConfig,
+    SearchR1Agent,
+    SglangConfig,
+    TagsConfig,
+    TransformersConfig,
+)
 from rlsys.data.question import Question, as_asked, search_prompt
 from rlsys.data.trajectory import Trajectory
 from rlsys.errors import RunError, UserError
@@ -41,6 +52,7 @@ from rlsys.rollout.agent.episode import EpisodeTools, run_episode
 from rlsys.rollout.agent.recorder import Streaming, evaluation_sampling
 from rlsys.rollout.agent.search_r1 import information_observer
 from rlsys.rollout.agent.tokens import Codec
+from rlsys.rollout.kinds import capability_problems
 from rlsys.rollout.tools.calls import SearchTool, render_search
 from rlsys.rollout.tools.search_tool import open_tool
 from rlsys.search.retrieval import SearchResult
@@ -221,7 +233,7 @@ def _results_folder(config: RunConfig, out: Path | None) -> Iterator[Path]:
 
 
 @asynccontextmanager
-async def asking(config: RunConfig, engine: EngineName) -> AsyncIterator[Ask]:
+async def asking(config: RunConfig, engine: str) -> AsyncIterator[Ask]:
     """Yield a function that runs one episode of `config` with `engine`; the engine stops when the context ends.
 
     Raises UserError or RunError.
@@ -245,14 +257,17 @@ async def asking(config: RunConfig, engine: EngineName) -> AsyncIterator[Ask]:
 
 
 @asynccontextmanager
-async def open_generator(config: RunConfig, engine: EngineName) -> AsyncIterator[Streaming]:
+async def open_generator(config: RunConfig, engine: str) -> AsyncIterator[Streaming]:
     """Start an engine for the model of `config`, and stop it on exit. Raises UserError or RunError."""
     from rlsys.rollout.engine import EngineDriver
 
-    settings = settings_for(config, engine)
-    if engine is EngineName.sglang:
+    config = replace(config, rollout=replace(config.rollout, engine=settings_for(config, engine)))
+    for problem in capability_problems(config):
+        if is_about(problem, "rollout.engine"):  # Not about schedules and placements, which only training has.
+            raise as_error(problem)
+    if engine == "sglang":
         require_its_weights(Path(config.model.path))
-    generator = EngineDriver(config.model.path, settings, config.cluster.device, config.trainer.seed)
+    generator = EngineDriver(config.model.path, config.rollout.engine, config.cluster.device, config.trainer.seed)
     generator.require_room(config.task)
     try:
         await generator.start()
@@ -261,16 +276,19 @@ async def open_generator(config: RunConfig, engine: EngineName) -> AsyncIterator
         await generator.stop()
 
 
-def settings_for(config: RunConfig, engine: EngineName) -> EngineConfig:
-    """Return the settings of `engine`: those of the run, if its engine is of that kind."""
+def settings_for(config: RunConfig, engine: str) -> SglangConfig | TransformersConfig | CustomEngine:
+    """Return the settings of `engine`: those of the run, if its engine is of that kind, else the keys of every engine.
+
+    Raises UserError for a class of the user's that needs more settings.
+    """
     own = config.rollout.engine
-    if engine is EngineName.transformers:
-        return TransformersConfig(
-            dtype=config.model.dtype, max_running=own.max_running, start_timeout_s=own.start_timeout_s
-        )
-    if isinstance(own, SglangConfig):
+    if own.kind == engine:
         return own
-    return SglangConfig(tp=own.tp, dtype=own.dtype, max_running=own.max_running, start_timeout_s=own.start_timeout_s)
+    common = {item.name: getattr(own, item.name) for item in fields(EngineConfig)} | {"kind": engine}
+    if engine == "transformers":
+        common |= {"tp": 1, "dtype": config.model.dtype}
+    settings: SglangConfig | TransformersConfig | CustomEngine = typed(common, ENGINES, "rollout.engine")
+    return settings
 
 
 class UnusedSearch:

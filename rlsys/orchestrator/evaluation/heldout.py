@@ -17,10 +17,25 @@ from rlsys.data.question import Question, read_questions
 from rlsys.data.trajectory import Finish, Trajectory
 from rlsys.errors import UserError
 from rlsys.observe import status
+from rlsys.observe.metrics import Metric
 from rlsys.orchestrator.evaluation.scores import AnswerScores, scores_of
 from rlsys.orchestrator.rewards.reward import EpisodeParser
 from rlsys.rollout.tools.interface import tool_tags
 
+EVALUATION_METRICS = (
+    Metric("eval/em", "share", "exact match over all answers to held-out questions"),
+    Metric(
+        "eval/em/<source>",
+        "share",
+        "the same, for one data source, if there are several",
+        "S `val/test_score/<data source>`",
+    ),
+    Metric("eval/em_hop_<hops>", "share", "the same, for questions with this number of hops"),
+    Metric("eval/f1 eval/sub_em", "share", "mean F1 of words; answers that contain an accepted answer"),
+    Metric("eval/finished", "share", "episodes that ended with an answer"),
+    Metric("eval/searches eval/tokens", "count", "searches and generated tokens per answer"),
+    Metric("reference/...", "", "the same for the reference policy, with `algorithm.eval_ref_policy`"),
+)
 STAGE = "rollout.evaluation"
 """Status stage that shows the progress of an evaluation."""
 Ask = Callable[[Question, int, float], Awaitable[Trajectory]]

@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from numbers import Real
 from typing import Any, Protocol
 
-from rlsys.components import check_callable, one_line
-from rlsys.config.custom import Custom, own_component
+from rlsys.components import check_callable
+from rlsys.config.custom import Custom, OwnComponent, own_component
 from rlsys.config.schema import RunConfig
 from rlsys.data.question import Question
 from rlsys.errors import UserError
@@ -95,10 +95,11 @@ class EarliestFirst:
 
 
 class CheckedPolicy:
-    """Policy whose answers are checked: any failure is a UserError that names it."""
+    """Policy whose answers are checked: a wrong one is a UserError that names the policy."""
 
-    def __init__(self, policy: SchedulePolicy, name: str) -> None:
-        self._policy, self._name = policy, name
+    def __init__(self, policy: SchedulePolicy, name: str, own: OwnComponent | None = None) -> None:
+        """`own` runs the methods of a policy from outside of the package."""
+        self._policy, self._name, self._own = policy, name, own
 
     def may_admit(self, view: ScheduleView) -> bool:
         """Return the policy's answer."""
@@ -119,10 +120,7 @@ class CheckedPolicy:
         return UserError(f"{_KEY}={self._name}: {what}.", code="user_code", key=_KEY)
 
     def _ask(self, question: Callable[[Any], Any], about: Any) -> Any:
-        try:
-            return question(about)
-        except Exception as error:  # A component from outside may raise anything.
-            raise self.problem(f"{question.__name__} failed ({one_line(error)}): correct it") from error
+        return question(about) if self._own is None else self._own.run(question, about)
 
 
 EARLIEST_FIRST = CheckedPolicy(EarliestFirst(), "rlsys.orchestrator.pipeline.schedule_policy.EarliestFirst")
@@ -133,10 +131,11 @@ def make_policy(config: RunConfig) -> CheckedPolicy:
     schedule = config.trainer.schedule
     if not isinstance(schedule, Custom):
         return EARLIEST_FIRST
-    policy = own_component(schedule)()
+    own = own_component(schedule)
+    policy = own()
     for name, argument in (("may_admit", "view"), ("priority", "group")):
         check_callable(getattr(policy, name, None), f"{schedule.kind}.{name}", _KEY, (argument,))
-    return CheckedPolicy(policy, schedule.kind)
+    return CheckedPolicy(policy, schedule.kind, own)
 
 
 def _shown(answer: Any) -> str:

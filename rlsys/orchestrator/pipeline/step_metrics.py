@@ -1,8 +1,7 @@
 """Computes the metrics of a step from its trained groups. Pure.
 
-docs/metrics.md defines each metric and its name in other systems; a test checks that page against the code. Metrics
-that do not apply are left out: values without a critic, divergences without a reference policy. Names follow Search-R1
-and veRL, so `critic/score`, `critic/rewards` and `critic/advantages` exist without a critic too.
+Metrics that do not apply are left out: values without a critic, divergences without a reference policy. Names follow
+Search-R1 and veRL, so `critic/score`, `critic/rewards` and `critic/advantages` exist without a critic too.
 """
 
 from __future__ import annotations
@@ -21,10 +20,135 @@ from rlsys.algorithms.losses import explained_variance
 from rlsys.config.algorithm import CorrectionConfig
 from rlsys.data.answers import normalize, score
 from rlsys.data.trajectory import Action, Finish, Group, Sample, Trajectory, Turn
+from rlsys.observe.metrics import Metric
 from rlsys.orchestrator.pipeline.grouping import mean_kl
 from rlsys.orchestrator.rewards.reward import count_answer_tags
 from rlsys.weights.flops import Flops
 
+REWARD_METRICS = (
+    Metric("critic/score/{mean,max,min}", "reward", "rewards of the step's episodes", "S, R `rollout/reward_scores`"),
+    Metric("critic/rewards/{mean,max,min}", "reward", "rewards minus the KL term, if `algorithm.kl_in` is reward", "S"),
+    Metric("reward/exact_match", "share", "episodes whose answer matches exactly, whatever the reward is"),
+    Metric("reward/term/<term>", "reward", "mean of a reward term, without its weight"),
+)
+ADVANTAGE_METRICS = (
+    Metric("critic/advantages/{mean,max,min}", "1", "advantages of trained tokens", "S"),
+    Metric("critic/advantages/std", "1", "standard deviation of the advantages of trained tokens"),
+    Metric("critic/advantages/zero_share", "share", "trained tokens with advantage 0, which give no learning signal"),
+    Metric("critic/returns/{mean,max,min}", "reward", "returns, which the critic learns, over trained tokens", "S"),
+    Metric("critic/values/{mean,max,min}", "reward", "the critic's values before the step's updates", "S"),
+    Metric(
+        "critic/vf_explained_var", "1", "1 - Var(returns - values) / Var(returns); null if returns do not vary", "S"
+    ),
+    Metric(
+        "kl/k1 kl/k2 kl/k3 kl/abs",
+        "nats a token",
+        "divergence of the policy from the reference before the step's updates, by each [estimator](algorithms.md)",
+    ),
+    Metric(
+        "kl/k5",
+        "nats a token",
+        "divergence of the reference from the policy; a single token can dominate it, because its value has no clamp",
+    ),
+    Metric(
+        "critic/kl",
+        "nats a token",
+        "the KL subtracted from rewards, averaged over episodes, not tokens; `kl_control=adaptive` adjusts "
+        "`critic/kl_coef` by this value",
+        "S",
+    ),
+    Metric("critic/kl_coef", "1", "weight of the KL term in the reward", "S `critic/kl_coeff`"),
+    Metric(
+        "group/without_spread",
+        "share",
+        "groups whose answers all [earned the same reward](pipeline.md#the-life-of-a-group)",
+    ),
+    Metric("group/distinct_answers", "share", "distinct answers among the answers of a group, mean over groups"),
+    Metric("group/distinct_responses", "share", "distinct responses among those of a group, compared token by token"),
+)
+EPISODE_METRICS = (
+    Metric("env/number_of_actions/{mean,max,min}", "count", "turns per episode", "S"),
+    Metric(
+        "env/number_of_valid_action",
+        "count",
+        "turns per episode that searched, called a tool or answered, mean",
+        "S",
+    ),
+    Metric("env/ratio_of_valid_action", "share", "valid actions, as a share of the episode's turns", "S"),
+    Metric(
+        "env/number_of_valid_search",
+        "count",
+        "searches carried out per episode, mean",
+        "S, which also counts a search that came too late to be carried out",
+    ),
+    Metric(
+        "env/finish_ratio",
+        "share",
+        "episodes that ended with an answer",
+        "S, R `rollout/fraction_of_samples_properly_ended`",
+    ),
+    Metric("answers/many_share", "share", "episodes with more than one opening or more than one closing answer tag"),
+    Metric(
+        "answers/same_share",
+        "share",
+        "episodes with the most frequent answer, among answers given to at least two questions",
+    ),
+    Metric("prompt_length/{mean,max,min}", "tokens", "length of prompts", "S, R `rollout/prompt_length`"),
+    Metric(
+        "response_length/{mean,max,min}",
+        "tokens",
+        "length of everything after the prompt, observations included",
+        "S, R `rollout/response_length`",
+    ),
+    Metric("response_length/clip_ratio", "share", "episodes that reached the token limit", "S"),
+    Metric("state_tokens/total", "tokens", "trained tokens", "S"),
+    Metric("state_tokens/coverage", "share", "trained tokens among response tokens", "S"),
+    Metric("state_tokens/coverage_with_prompt", "share", "trained tokens among all tokens"),
+    Metric("rollout/episodes", "count", "episodes trained in this step"),
+    Metric("rollout/aborted", "count", "trained episodes that were aborted"),
+    Metric("rollout/generated_tokens", "tokens", "tokens that the engines generated for these episodes"),
+    Metric("rollout/cached_prompt_share", "share", "tokens sent to the engines that were in their prefix caches"),
+    Metric("rollout/search_errors", "count", "failed searches"),
+    Metric("rollout/search_s_mean", "s", "mean time of a search"),
+    Metric(
+        "tool/<tool>/calls",
+        "count",
+        "calls of a tool in `task.tools` per episode, mean; only for tools that were called in the step",
+    ),
+    Metric("tool/<tool>/errors", "count", "calls of the tool that failed or timed out"),
+    Metric("tool/<tool>/s_mean", "s", "mean time of a call of the tool"),
+)
+TOKEN_METRICS = (
+    Metric("staleness/lag_<k>", "share", "trained tokens with staleness k"),
+    Metric("staleness/max staleness/mean", "versions", "staleness of trained tokens"),
+    Metric(
+        "staleness/unversioned_tokens",
+        "tokens",
+        "trained tokens that were not sampled, such as an added end of sequence",
+    ),
+    Metric("correction/ess", "share", "effective sample size of the correction weights"),
+    Metric("correction/clipped_share", "share", "tokens whose weight was truncated or masked"),
+    Metric("correction/cut_mass", "share", "importance mass lost by truncating or masking"),
+    Metric("correction/uncorrected_share", "share", "trained tokens without an engine log-prob"),
+    Metric("correction/abs_log_ratio", "nats a token", "mean absolute difference between old and engine log-probs"),
+    Metric(
+        "correction/kl_k1 correction/kl_k3",
+        "nats a token",
+        "divergence between the sampling policy and the policy before the update",
+    ),
+    Metric(
+        "logprob/max_diff",
+        "nats",
+        "largest difference between old and engine log-probs, over tokens sampled by the version being trained; "
+        "trajectories with re-tokenised tokens are left out",
+    ),
+    Metric(
+        "tokens/differing",
+        "tokens",
+        "trained tokens that differ from the sampled ones ([re-tokenisation](token-modes.md))",
+    ),
+    Metric("tokens/differing_share", "share", "trained tokens that differ from the sampled ones"),
+)
 _TRAINING_PASSES = 3
 """Cost of training in units of forward passes: one for the forward pass, and two for the backward pass."""
 

@@ -34,8 +34,16 @@ from rlsys.data.answers import exact_match
 from rlsys.data.question import Question
 from rlsys.errors import RunError, UserError
 from rlsys.files import parse_json
+from rlsys.observe.metrics import Metric
 from rlsys.search.wire import BodyError, Encoding, read_body
 
+JUDGE_METRICS = (
+    Metric("judge/asked", "count", "answers that the judge graded in this step"),
+    Metric("judge/cached", "count", "answers with a cached verdict"),
+    Metric("judge/refused", "count", "answers without a verdict, which count as wrong"),
+    Metric("judge/yes_share", "share", "verdicts that are yes"),
+    Metric("judge/seconds", "s", "mean time of a verdict"),
+)
 _PLACEHOLDER = re.compile("|".join(map(re.escape, JUDGE_PLACEHOLDERS)))
 _THOUGHT_END = "</think>"
 """Separator between reasoning and reply of reasoning models."""

@@ -35,7 +35,7 @@ function domain(series, zero, log) {
 }
 
 // series: [{name, colour, points: [[step, value], ...], marks, thin}]
-export function lineChart({ title, note, series, format = number, height = 150, zero = false, log = false, brief = false, xName = "step" }) {
+export function lineChart({ title, meaning = null, note, series, format = number, height = 150, zero = false, log = false, brief = false, xName = "step" }) {
   const lines = series
     .map((one) => ({ ...one, points: one.points.filter((point) => Number.isFinite(point[1]) && (!log || point[1] > 0)) }))
     .filter((one) => one.points.length);
@@ -44,7 +44,7 @@ export function lineChart({ title, note, series, format = number, height = 150, 
   const box = h("div", { class: "plot", tabindex: 0, role: "img", id: `plot-${title.replace(/\W+/g, "-")}`, style: { "min-height": `${height}px` } });
   const latest = h("span", { class: "latest" }, lines.length === 1 ? format(lines[0].points.at(-1)[1]) : null);
   const figure = h("figure", { class: "chart" },
-    h("figcaption", {}, h("b", {}, title), latest, note && h("small", {}, note)),
+    h("figcaption", {}, h("b", { title: meaning }, title), latest, note && h("small", {}, note)),
     lines.length > 1 && legend(lines, format, brief), box);
   const ends = (one) => `${one.name ?? title}: ${format(one.points[0][1])} at ${xName} ${one.points[0][0]}, ${format(one.points.at(-1)[1])} at ${xName} ${one.points.at(-1)[0]}`;
   box.setAttribute("aria-label", `${title}. ${lines.map(ends).join("; ")}. Arrow keys read values.`);

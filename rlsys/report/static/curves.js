@@ -10,9 +10,15 @@ export function pointsOf(run, name) {
   return values ? run.steps.map((step, place) => [step, values[place]]) : [];
 }
 
+// Unit and meaning of a metric; empty for a run of an older rlsys.
+export function explained(runs, name) {
+  return runs.find((run) => Object.hasOwn(run.units, name))?.units[name] ?? ["", ""];
+}
+
 export function curveOf(runs, name, extra = {}) {
   const series = runs.map((run, number) => ({ name: runs.length > 1 ? run.name : null, colour: colourOf(number), points: pointsOf(run, name) }));
-  return lineChart({ title: name, series, format: formatOf(name), brief: true, ...extra });
+  const [unit, meaning] = explained(runs, name);
+  return lineChart({ title: name, meaning: [meaning, unit && `[${unit}]`].filter(Boolean).join(" ") || null, series, format: formatOf(unit), brief: true, ...extra });
 }
 
 export function curves(all, now) {

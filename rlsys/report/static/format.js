@@ -62,16 +62,9 @@ export function plural(count, one, many = one + "s") {
   return `${number(count)} ${count === 1 ? one : many}`;
 }
 
-const SECONDS = [/^time\//, /^judge\/seconds$/, /^rollout\/search_s_mean$/, /^tool\/.*\/s_mean$/, /^engine\/(?!.*_per_s$).*_s$/];
-const SHARES = [
-  /_share$/, /_fraction(_low|_high)?$/, /^(idle|batch|mfu|group)\//, /^staleness\/lag_/, /^state_tokens\/coverage/, /^correction\/(ess|cut_mass)$/,
-  /^(env\/finish_ratio|env\/ratio_of_valid_action|response_length\/clip_ratio|critic\/vf_clipfrac|reward\/exact_match)$/, /^(eval|reference)\/(em|f1$|sub_em$|finished$)/,
-];
-
-// Format by the metric's unit in docs/metrics.md; tests check the agreement.
-export function formatOf(name) {
-  if (SECONDS.some((one) => one.test(name))) return seconds;
-  return SHARES.some((one) => one.test(name)) ? share : number;
+// Format by a metric's unit.
+export function formatOf(unit) {
+  return unit === "s" ? seconds : unit === "share" ? share : number;
 }
 
 // Axis labels with the same number of digits, as few as the ticks need.

@@ -3,7 +3,7 @@
 import { h, table } from "./dom.js";
 import { date, first, formatOf, last, mean, number, plural, seconds, share, signed, weighted } from "./format.js";
 import { colourOf, lineChart, named } from "./chart.js";
-import { pointsOf } from "./curves.js";
+import { explained, pointsOf } from "./curves.js";
 import { causeBar } from "./times.js";
 import { sampledTokens } from "./tokens.js";
 import { card } from "./trajectories.js";
@@ -112,7 +112,7 @@ function chartOf(runs, [title, note, names, called]) {
     : names.filter((name) => runs[0].metrics[name]).map((name, place, found) => ({ name: found.length > 1 ? called[names.indexOf(name)] : null, colour: colourOf(place), points: pointsOf(runs[0], name) }));
   const apart = series.filter((one, place) => place === 0 || JSON.stringify(one.points) !== JSON.stringify(series[0].points));
   if (apart.length === 1 && runs.length === 1) apart[0].name = null;
-  const format = formatOf(names[0]);
+  const format = formatOf(explained(runs, names[0])[0]);
   // Omit metrics that are always 0, such as the staleness of a strictly on-policy run.
   return series.some((one) => one.points.some((point) => point[1])) ? lineChart({ title, note, series: runs.length > 1 ? series : apart, format, zero: format === share, brief: runs.length > 1 }) : null;
 }

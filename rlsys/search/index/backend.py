@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from rlsys import components
-from rlsys.components import check_callable, import_component, one_line
+from rlsys.components import ComponentThread, check_callable, import_component, one_line
 from rlsys.errors import RunError, UserError
 from rlsys.search.corpus import Corpus
 from rlsys.search.index.folder import (
@@ -43,6 +43,8 @@ from rlsys.search.retrieval import Hit
 
 _KEY = "kind"
 _FILES_FOLDER = "files"
+SEARCH_TIMEOUT_S = 60.0
+"""Time limit of a search; shorter than a server's `request_timeout_s`, so that the caller reads which kind hangs."""
 _METHODS = {"build": ("corpus", "folder"), "open": ("folder",), "size": (), "search": ("queries", "topk")}
 
 
@@ -128,12 +130,23 @@ class BackendRetriever:
 
     parallel = 1
 
-    def __init__(self, kind: str, backend: Backend, corpus: Corpus, settings: Mapping[str, Any]) -> None:
+    def __init__(
+        self,
+        kind: str,
+        backend: Backend,
+        corpus: Corpus,
+        settings: Mapping[str, Any],
+        thread: ComponentThread,
+        timeout_s: float,
+    ) -> None:
         self._kind, self._backend, self._corpus, self._settings = kind, backend, corpus, settings
+        self._thread, self._timeout_s = thread, timeout_s
 
     @classmethod
-    def open(cls, folder: str | Path, *, trusted: str | None) -> BackendRetriever:
+    def open(cls, folder: str | Path, *, trusted: str | None, timeout_s: float = SEARCH_TIMEOUT_S) -> BackendRetriever:
         """Open an index of `build_backend`; `trusted` is the kind that the user has named.
+
+        All calls of the backend run in one thread; a search that has not returned within `timeout_s` has failed.
 
         Raises UserError if it is not the folder's kind, and if manifest, corpus and backend do not match.
         """
@@ -142,14 +155,15 @@ class BackendRetriever:
         manifest = typed(BackendManifest, read_values(folder, [kind], kind), folder)
         corpus = open_corpus(folder, manifest.corpus_sha256)
         settings = settings_of(kind, manifest.settings)
-        backend = _opened(kind, settings, folder / _FILES_FOLDER, manifest.rows)
+        thread = ComponentThread()
+        backend = thread.call(_opened, kind, settings, folder / _FILES_FOLDER, manifest.rows, timeout_s=None)
         if len(corpus) != manifest.rows:
             raise UserError(
                 f"{folder} holds {len(corpus)} passages, but its manifest says {manifest.rows}: build the index again.",
                 code="mismatch",
                 key=str(folder),
             )
-        return cls(kind, backend, corpus, settings)
+        return cls(kind, backend, corpus, settings, thread, timeout_s)
 
     def prepare(self, queries: Sequence[str]) -> Sequence[str]:
         """Return the queries unchanged."""
@@ -159,7 +173,8 @@ class BackendRetriever:
         """Return up to `topk` hits per query, best first. Raises RunError if the backend fails."""
         try:
             with _blamed(self._kind, "search"):
-                found = [[(row, score) for row, score in hits] for hits in self._backend.search(list(prepared), topk)]
+                answer = self._thread.call(self._backend.search, list(prepared), topk, timeout_s=self._timeout_s)
+                found = [[(row, score) for row, score in hits] for hits in answer]
         except UserError as error:
             raise RunError(str(error)) from error
         if len(found) != len(prepared):
@@ -179,7 +194,7 @@ class BackendRetriever:
         close = getattr(self._backend, "close", None)
         if callable(close):
             with _blamed(self._kind, "close"):
-                close()
+                self._thread.call(close, timeout_s=self._timeout_s)
 
     def _require_sound(self, hits: Sequence[tuple[Any, Any]], topk: int) -> None:
         rows, scores = [row for row, _ in hits], [score for _, score in hits]

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
-from rlsys.apps.evaluation.evaluation_inputs import Baseline, EngineName, EvaluationMethod
+from rlsys.apps.evaluation.evaluation_inputs import Baseline, EvaluationMethod
 from rlsys.apps.evaluation.execution import (
     limits_of,
     prompted,
@@ -35,13 +35,13 @@ from rlsys.rollout.tools.interface import named_tools
 from rlsys.search.retrieval import Failure, SearchResult
 from tests.search.scripted import Script, found
 from tests.support.bpe import build_tokenizer
+from tests.support.refusals import refused
 from tests.support.tiny import Search, search_server
 from tests.support.tiny_models import POLICY
 
 QUESTION = Question("q:1", "a row's own prompt", ("x",), text="  who wrote {this} <b>  ")
 TEXTS = ["Singa has which time zone?", "Which continent is Juja on?", "What is the capital of Mali?"]
 QUESTIONS = [Question(f"q:{n}", f"Question: {text}\n", ("Africa",), "tiny", text=text) for n, text in enumerate(TEXTS)]
-TRANSFORMERS = EvaluationMethod(EngineName.transformers)
 
 
 def test_the_search_loop_is_asked_with_own_prompts_or_those_of_search_r1() -> None:
@@ -107,19 +107,46 @@ def config(server: Search, tmp_path: Path) -> RunConfig:
 
 
 async def test_rag_searches_for_every_question_and_answers_in_one_turn(config: RunConfig, server: Search) -> None:
-    evaluation = await run_evaluation(config, QUESTIONS, EvaluationMethod(EngineName.transformers, Baseline.rag))
+    evaluation = await run_evaluation(config, QUESTIONS, EvaluationMethod("transformers", Baseline.rag))
     for one in evaluation.answered:
         assert one.question.prompt.startswith("Answer the given question")
         assert len(one.trajectory.turns) == 1
     assert set(TEXTS) <= set(server.asked)
 
 
+OWN = "examples.extend.engine.OneByOne"
+
+
+async def test_engine_of_ones_own_answers_as_transformers_does(config: RunConfig) -> None:
+    answered = []
+    for engine in ("transformers", OWN):
+        evaluation = await run_evaluation(config, QUESTIONS, EvaluationMethod(engine, Baseline.direct))
+        answered.append([one.trajectory.tokens.tolist() for one in evaluation.answered])
+    assert answered[0] == answered[1]
+
+
+async def test_engine_of_ones_own_that_cannot_run_is_refused(config: RunConfig) -> None:
+    for changed, engine, code, key in (
+        (config, "nowhere.Engine", "user_code", "rollout.engine.kind"),
+        (config, "examples.extend.schedule.NewestFirst", "user_code", "rollout.engine.kind"),
+        (with_dtype(config, Dtype.bfloat16), OWN, "conflict", "rollout.engine.dtype"),
+    ):
+        with refused(code, key):
+            await run_evaluation(changed, QUESTIONS, EvaluationMethod(engine, Baseline.direct))
+
+
+def with_dtype(config: RunConfig, dtype: Dtype) -> RunConfig:
+    return replace(config, rollout=replace(config.rollout, engine=replace(config.rollout.engine, dtype=dtype)))
+
+
 def test_engine_has_the_runs_settings_where_it_has_the_keys(config: RunConfig) -> None:
-    assert settings_for(config, EngineName.sglang) is config.rollout.engine
-    plain = settings_for(config, EngineName.transformers)
+    assert settings_for(config, "sglang") is config.rollout.engine
+    own = settings_for(config, OWN)
+    assert (own.kind, own.dtype, own.max_running) == (OWN, Dtype.float32, config.rollout.engine.max_running)
+    plain = settings_for(config, "transformers")
     assert plain == TransformersConfig(dtype=config.model.dtype, max_running=config.rollout.engine.max_running)
     config.rollout.engine = TransformersConfig(dtype=Dtype.float32, max_running=7, start_timeout_s=9.0)
-    fast = settings_for(config, EngineName.sglang)
+    fast = settings_for(config, "sglang")
     assert fast == SglangConfig(dtype=Dtype.float32, max_running=7, start_timeout_s=9.0)
 
 

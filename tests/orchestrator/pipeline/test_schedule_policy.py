@@ -138,16 +138,6 @@ def test_answer_that_is_not_a_number_is_refused(answer: object) -> None:
         checked(priority=lambda _: answer).priority(GROUP)
 
 
-def test_error_of_a_policy_names_it() -> None:
-    def fails(_: object) -> None:
-        raise LookupError("two\nlines")
-
-    with refused("user_code", KEY) as caught:
-        checked(priority=fails).priority(GROUP)
-    assert "mine" in str(caught.value)
-    assert "LookupError: two lines" in str(caught.value)
-
-
 VIEW = ScheduleView(0, 0, 1, 0, 0, 0)
 GROUP = ReadyGroup(0, question(1), 0, 0, 0)
 
