@@ -126,7 +126,7 @@ def _section(path: str, groups: Sequence[Any], readers: Mapping[Read, Sequence[s
             key, hint = f"{path}.{item.name}".lstrip("."), hints[item.name]
             if variants(hint) or key in rows:
                 continue
-            limits, by = limits_of(annotated[item.name]), readers.get((schema.__name__, item.name), ())
+            limits, by = limits_of(annotated[item.name]), _readers(schema, item.name, readers)
             rule = f"{limits.rule.capitalize()}." if limits.rule else ""
             said = f"{about.get(item.name) or kind_meaning(hint)} {rule}".strip()
             type_, default = _type(hint), getattr(settings, item.name)
@@ -159,6 +159,11 @@ def _section(path: str, groups: Sequence[Any], readers: Mapping[Read, Sequence[s
             *rows.values(),
         ]
     return "\n".join(lines) + "\n"
+
+
+def _readers(schema: type, name: str, readers: Mapping[Read, Sequence[str]]) -> list[str]:
+    """Return the files that read a field of `schema`, as its own or as that of a base class."""
+    return [*dict.fromkeys(file for each in schema.__mro__ for file in readers.get((each.__name__, name), ()))]
 
 
 def _kinds(group: Any) -> tuple[str, ...]:
@@ -219,8 +224,8 @@ def _cell(text: str) -> str:
 
 
 def schema_classes(root: type) -> dict[str, Types]:
-    """Return class name -> field -> name of the field's type, for `root` and all classes in it; members of a union, and
-    the values of a literal, joined by |."""
+    """Return class name -> field -> name of the field's type, for `root`, its bases and all classes in it; members of a
+    union, and the values of a literal, joined by |."""
     hints = get_type_hints(root)
     parts = {name: [part.__name__ for part in variants(hint).values()] for name, hint in hints.items()}
     found = {
@@ -229,7 +234,8 @@ def schema_classes(root: type) -> dict[str, Types]:
             for name, hint in hints.items()
         }
     }
-    for part in chain.from_iterable(variants(hint).values() for hint in hints.values()):
+    bases = [base for base in root.__bases__ if is_dataclass(base)]
+    for part in chain(bases, *(variants(hint).values() for hint in hints.values())):
         found |= schema_classes(part)
     return found
 

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
+from rlsys.cluster.planning.memory import state_bytes
 from rlsys.cluster.planning.placement import (
     context_problems,
     engine_problems,
@@ -38,6 +39,7 @@ from rlsys.config.derived import (
 from rlsys.config.problems import Problem, algorithm_problems
 from rlsys.config.schema import (
     ActorConfig,
+    AdamwConfig,
     CassetteMode,
     CriticConfig,
     Device,
@@ -224,11 +226,17 @@ def _optimizers(config: RunConfig) -> Iterator[Problem]:
         optimizer, key = learners[name].optimizer, f"{name}.optimizer"
         if optimizer.min_lr > optimizer.lr:
             yield Problem.of(f"{key}.min_lr={optimizer.min_lr} is above {key}.lr={optimizer.lr}: lower it.")
-        if optimizer.overlap_param_gather and not (optimizer.distributed and optimizer.overlap_grad_reduce):
-            yield Problem.of(
-                f"{key}.overlap_param_gather=true needs {key}.distributed=true and {key}.overlap_grad_reduce=true: set "
-                "both, or leave it out."
-            )
+        if isinstance(optimizer, AdamwConfig):
+            if optimizer.overlap_param_gather and not (optimizer.distributed and optimizer.overlap_grad_reduce):
+                yield Problem.of(
+                    f"{key}.overlap_param_gather=true needs {key}.distributed=true and {key}.overlap_grad_reduce=true: "
+                    "set both, or leave it out."
+                )
+            continue
+        try:
+            state_bytes(optimizer)
+        except UserError as problem:
+            yield Problem(problem.key, str(problem), problem.code)
 
 
 def _paths(config: RunConfig) -> Iterator[Problem]:
