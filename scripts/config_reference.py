@@ -65,10 +65,10 @@ Some groups of keys have a `kind`, and each kind has its own keys. A key of anot
 is refused. The command line overrides the file, and the file overrides the files that it builds on. If one
 of them chooses another kind than what it overrides, the keys of the old kind are dropped: over a file with an
 `async` schedule, `trainer.schedule.kind=pipelined` is enough, or shorter `trainer.schedule=pipelined`. A key
-that every engine has, such as `rollout.engine.dtype`, keeps its value. Where `package.module.attribute` is a
-kind, a function or class [of your own](extending.md) takes the place of a built-in one, and its parameters
-are the keys. The config.yaml of a run folder may contain keys of other kinds than the chosen one; they are
-ignored.
+that every engine or every optimiser has, such as `actor.optimizer.lr`, keeps its value. Where
+`package.module.attribute` is a kind, a function or class [of your own](extending.md) takes the place of a
+built-in one, and its parameters are the keys. The config.yaml of a run folder may contain keys of other kinds
+than the chosen one; they are ignored.
 """
 
 

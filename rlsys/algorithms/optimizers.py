@@ -52,15 +52,6 @@ def make_optimizer(settings: OptimizerConfig, groups: Groups) -> torch.optim.Opt
     return found
 
 
-def set_rates(groups: Groups, settings: OptimizerConfig, rate: float) -> None:
-    """Set the learning rate and the weight decay of the next step."""
-    decay = getattr(settings, "weight_decay", None)
-    for group in groups:
-        group["lr"] = rate
-        if decay is not None:
-            group["weight_decay"] = decay * group["wd_mult"]
-
-
 def not_finite(settings: Custom, name: str) -> UserError:
     """Return the error of an optimiser from outside that made the parameter `name` infinite or NaN."""
     return own_component(settings).error(f"made {name} infinite or not a number")
@@ -105,7 +96,6 @@ def _stepped(optimizer: torch.optim.Optimizer, settings: OptimizerConfig) -> lis
     torch.manual_seed(0)
     for one in _parameters(optimizer):
         one.grad = one.cos()
-    set_rates(optimizer.param_groups, settings, settings.lr)
     optimizer.step()
     for one in _parameters(optimizer):
         if not one.isfinite().all():

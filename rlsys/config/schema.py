@@ -833,12 +833,14 @@ def choices(hint: Any) -> dict[str, Any]:
 
 def schema_groups(settings: Any, path: str = "") -> Iterator[tuple[str, Any]]:
     """Yield every group of keys in `settings` with its dotted path, in the order of the schema. Includes the variants
-    of a union that are not chosen."""
+    of a union that are not chosen, with the values of the chosen one for the keys that all variants have."""
     yield path, settings
     for name, hint in get_type_hints(type(settings)).items():
         group = getattr(settings, name)
+        shared = {key: getattr(group, key) for key in common_keys(hint) - {"kind"}} if is_union(hint) else {}
         for each in dict.fromkeys(variants(hint).values()):
-            yield from schema_groups(group if type(group) is each else each(), f"{path}.{name}".lstrip("."))
+            other = group if type(group) is each else each(**shared)
+            yield from schema_groups(other, f"{path}.{name}".lstrip("."))
 
 
 @cache

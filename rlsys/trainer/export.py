@@ -72,7 +72,7 @@ def load_hf(model: StageModel, path: str | Path) -> None:
     then starts at zero. Advantages then start as the returns themselves; random values would be noise that value
     clipping removes only slowly.
     """
-    reader, parameters = HfReader(path), model.loaded
+    reader, parameters = HfReader(path), dict(model.loaded)
     names, critic = reader.names(), isinstance(model, ValueModel)
     model.weights.check_hf_names(names, headless=critic)
     if not critic:
@@ -100,12 +100,12 @@ def export_plan(model: PolicyModel, bucket_bytes: int) -> list[list[Entry]]:
 
     A parameter larger than a bucket gets its own list.
     """
-    itemsize, exported = model.config.params_dtype.itemsize, model.exported
+    itemsize = model.config.params_dtype.itemsize
     entries = [
         entry
         for entry in model.weights.entries()
         # Include all experts of the stage's layers, whichever rank of the stage holds them.
-        if entry.name in exported or (entry.expert is not None and entry.layer in model.layers)
+        if entry.name in model.exported or (entry.expert is not None and entry.layer in model.layers)
     ]
     return list(
         packed(entries, lambda e: sum(aligned(prod(shape) * itemsize) for shape in e.rule.shapes), bucket_bytes)

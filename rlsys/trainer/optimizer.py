@@ -26,7 +26,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import param_group_identifier_keys
 from torch import Tensor
 
-from rlsys.algorithms.optimizers import make_optimizer, not_finite, set_rates
+from rlsys.algorithms.optimizers import make_optimizer, not_finite
 from rlsys.config.custom import Custom
 from rlsys.config.schema import AdamwConfig, LrDecay, OptimizerConfig
 from rlsys.errors import UserError
@@ -38,7 +38,7 @@ def wrap(model: StageModel, config: OptimizerConfig) -> DistributedDataParallel:
 
     Raises UserError if `overlap_param_gather` is set without the settings that it requires.
     """
-    sharded = _sharding(config)
+    sharded: AdamwConfig = _sharding(config)
     if sharded.overlap_param_gather and not (sharded.distributed and config.overlap_grad_reduce):
         raise UserError(
             "overlap_param_gather=true requires distributed=true and overlap_grad_reduce=true: set both, or set "
@@ -86,7 +86,7 @@ class Optimizer:
     def __init__(self, wrapped: DistributedDataParallel, model: StageModel, config: OptimizerConfig) -> None:
         """Build the optimiser; `wrapped` is the result of `wrap`. Raises UserError for one of the user's that fails."""
         self._model, self._config = model, config
-        adamw = _sharding(config)
+        adamw: AdamwConfig = _sharding(config)
         options = MegatronOptimizerConfig(
             optimizer="adam",
             lr=config.lr,
@@ -118,7 +118,12 @@ class Optimizer:
 
         Raises UserError if an optimiser from outside of the package fails or makes a weight that is not finite.
         """
-        set_rates(self._megatron.param_groups, self._config, rate)
+        decay = getattr(self._config, "weight_decay", None)
+        for group in self._megatron.param_groups:
+            group["lr"] = rate
+            if decay is not None:
+                # `wd_mult` is 0 for norms and biases.
+                group["weight_decay"] = decay * group["wd_mult"]
         _, grad_norm, _ = self._megatron.step()
         if isinstance(self._config, Custom) and isfinite(grad_norm):
             trainable = self._model.trainable

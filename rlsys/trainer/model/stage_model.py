@@ -180,21 +180,15 @@ class StageModel:
                 # With ep=1, Megatron reduces an expert's gradients like those of other parameters. But experts are not
                 # cut by TP, and TP ranks send them different tokens: reduce over TP as well.
                 parameter.allreduce = False
+        self.loaded = {name: self.parameters[name] for name in self.entries}
+        """Parameters that are filled from Hugging Face tensors."""
+        self.exported = {name: one for name, one in self.loaded.items() if self.entries[name].rule.exported}
+        """Parameters that are sent as Hugging Face tensors."""
 
     @property
     def trainable(self) -> dict[str, torch.nn.Parameter]:
         """Parameters that have gradients and optimiser state."""
         return {name: parameter for name, parameter in self.parameters.items() if parameter.requires_grad}
-
-    @property
-    def loaded(self) -> dict[str, torch.nn.Parameter]:
-        """Parameters that are filled from Hugging Face tensors."""
-        return {name: self.parameters[name] for name in self.entries}
-
-    @property
-    def exported(self) -> dict[str, torch.nn.Parameter]:
-        """Parameters that are sent as Hugging Face tensors."""
-        return {name: self.parameters[name] for name, entry in self.entries.items() if entry.rule.exported}
 
     @property
     def checkpointed(self) -> list[Tensor]:
