@@ -34,7 +34,7 @@ from rich.table import Table
 
 from rlsys.algorithms.losses import policy_loss
 from rlsys.config.algorithm import AlgorithmConfig, PpoLoss
-from rlsys.config.schema import Device, Dtype, Layers, ModelConfig, OptimizerConfig, ParallelConfig
+from rlsys.config.schema import AdamwConfig, Device, Dtype, Layers, ModelConfig, ParallelConfig
 from rlsys.data.trajectory import Finish, Sample, Trajectory
 from rlsys.trainer.actor import Actor, Objective
 from rlsys.trainer.batches import BatchSharder, MicroBatch, collate
@@ -183,7 +183,7 @@ def start_actor() -> Actor:
         Rendezvous(0, 1, "127.0.0.1", port, Device.cpu, timeout_s=60.0),
         ModelConfig(POLICY, Layers.local, Dtype.float32),
         ParallelConfig(),
-        OptimizerConfig(lr=0.0),
+        AdamwConfig(lr=0.0),
         Objective(policy_loss(AlgorithmConfig(policy_loss=PpoLoss(clip_high=0.28), kl_coef=0.001)), temperature=1.0),
         total_steps=1,
         seed=0,

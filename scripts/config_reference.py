@@ -65,10 +65,10 @@ Some groups of keys have a `kind`, and each kind has its own keys. A key of anot
 is refused. The command line overrides the file, and the file overrides the files that it builds on. If one
 of them chooses another kind than what it overrides, the keys of the old kind are dropped: over a file with an
 `async` schedule, `trainer.schedule.kind=pipelined` is enough, or shorter `trainer.schedule=pipelined`. A key
-that every engine has, such as `rollout.engine.dtype`, keeps its value. Where `package.module.attribute` is a
-kind, a function or class [of your own](extending.md) takes the place of a built-in one, and its parameters
-are the keys. The config.yaml of a run folder may contain keys of other kinds than the chosen one; they are
-ignored.
+that every engine or every optimiser has, such as `actor.optimizer.lr`, keeps its value. Where
+`package.module.attribute` is a kind, a function or class [of your own](extending.md) takes the place of a
+built-in one, and its parameters are the keys. The config.yaml of a run folder may contain keys of other kinds
+than the chosen one; they are ignored.
 """
 
 
@@ -126,7 +126,7 @@ def _section(path: str, groups: Sequence[Any], readers: Mapping[Read, Sequence[s
             key, hint = f"{path}.{item.name}".lstrip("."), hints[item.name]
             if variants(hint) or key in rows:
                 continue
-            limits, by = limits_of(annotated[item.name]), readers.get((schema.__name__, item.name), ())
+            limits, by = limits_of(annotated[item.name]), _readers(schema, item.name, readers)
             rule = f"{limits.rule.capitalize()}." if limits.rule else ""
             said = f"{about.get(item.name) or kind_meaning(hint)} {rule}".strip()
             type_, default = _type(hint), getattr(settings, item.name)
@@ -165,6 +165,11 @@ def _own_variant(path: str) -> type | None:
     """Return the class of components from outside of the package for the group `path`; None if it takes none."""
     *above, name = path.split(".")
     return own_class(get_type_hints(type(reduce(getattr, above, RunConfig())))[name])
+
+
+def _readers(schema: type, name: str, readers: Mapping[Read, Sequence[str]]) -> list[str]:
+    """Return the files that read a field of `schema`, as its own or as that of a base class."""
+    return [*dict.fromkeys(file for each in schema.__mro__ for file in readers.get((each.__name__, name), ()))]
 
 
 def _kinds(group: Any) -> tuple[str, ...]:
@@ -225,8 +230,8 @@ def _cell(text: str) -> str:
 
 
 def schema_classes(root: type) -> dict[str, Types]:
-    """Return class name -> field -> name of the field's type, for `root` and all classes in it; members of a union, and
-    the values of a literal, joined by |."""
+    """Return class name -> field -> name of the field's type, for `root`, its bases and all classes in it; members of a
+    union, and the values of a literal, joined by |."""
     hints = get_type_hints(root)
     parts = {name: [part.__name__ for part in variants(hint).values()] for name, hint in hints.items()}
     found = {
@@ -235,7 +240,8 @@ def schema_classes(root: type) -> dict[str, Types]:
             for name, hint in hints.items()
         }
     }
-    for part in chain.from_iterable(variants(hint).values() for hint in hints.values()):
+    bases = [base for base in root.__bases__ if is_dataclass(base)]
+    for part in chain(bases, *(variants(hint).values() for hint in hints.values())):
         found |= schema_classes(part)
     return found
 

@@ -28,7 +28,7 @@ ARROWS = {
     "search": {"components", "errors", "files"},
     "rollout": {"search", "weights", "data", "config", "components", "errors", "files"},
     "trainer": {"observe", "weights", "data", "algorithms", "config", "errors", "files"},
-    "cluster": {"rollout", "search", "observe", "weights", "data", "config", "errors", "files"},
+    "cluster": {"rollout", "search", "observe", "weights", "data", "algorithms", "config", "errors", "files"},
     "orchestrator": {
         *("cluster", "trainer", "rollout", "search", "observe", "weights", "data", "algorithms", "config"),
         *("components", "errors", "files"),

@@ -14,7 +14,7 @@ from bench.gpu.figures import Scale
 from bench.gpu.part import free_port
 from rlsys.algorithms.losses import policy_loss
 from rlsys.config.algorithm import AlgorithmConfig
-from rlsys.config.schema import Device, Dtype, Layers, ModelConfig, OptimizerConfig, ParallelConfig
+from rlsys.config.schema import AdamwConfig, Device, Dtype, Layers, ModelConfig, ParallelConfig
 from rlsys.trainer.actor import Actor, Objective
 from rlsys.trainer.batches import MicroBatch
 from rlsys.trainer.log_prob import LogProbWorker
@@ -29,7 +29,7 @@ def make_actor(
         _alone(device),
         ModelConfig(str(folder), layers=layers, dtype=dtype, recompute=recompute),
         ParallelConfig(),
-        OptimizerConfig(lr=1e-6),
+        AdamwConfig(lr=1e-6),
         Objective(policy_loss(AlgorithmConfig(kl_coef=0.001)), temperature=1.0),
         total_steps=100,
         seed=0,

@@ -2,7 +2,8 @@
 
 `launch/` starts a run on several machines, `planning/` estimates memory and time and checks that a config fits its
 hardware, `preflight/` checks the machine before a run. Only this package imports ray. Process: the driver, the launcher's
-agents, and the shell of every worker process. May import: rollout, search, observe, weights, data, config, errors, files.
+agents, and the shell of every worker process. May import: rollout, search, observe, weights, data, algorithms, config,
+errors, files.
 
 Ray listens on every network interface unless `LOOPBACK_VARIABLE` is 0 when ray is imported. This package sets it to 0
 before any of its modules imports ray; `rlsys.cluster.launch.ray_node` sets it to 1 for a Ray of several machines. Joining

@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from copy import deepcopy
-from dataclasses import dataclass, field, fields, make_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass, make_dataclass
 from functools import cache, partial
 from inspect import Parameter
 from typing import Any, ClassVar, cast
@@ -188,7 +188,9 @@ def _settings(settings: Any) -> dict[str, Any]:
     if isinstance(settings, Custom):
         given = parameter_types(type(settings)).items()
         return {name: one.value(getattr(settings, name), f"{settings.kind}({name})") for name, one in given}
-    return {one.name: getattr(settings, one.name) for one in fields(settings) if one.name != "kind"}
+    bases = filter(is_dataclass, type(settings).__bases__)
+    shared = {"kind", *(one.name for base in bases for one in fields(base))}
+    return {one.name: getattr(settings, one.name) for one in fields(settings) if one.name not in shared}
 
 
 def _again(base: type[Custom], settings: Mapping[str, Any]) -> Custom:

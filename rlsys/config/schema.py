@@ -124,9 +124,9 @@ class ParallelConfig:
 
 @dataclass
 class OptimizerConfig:
-    """AdamW and its learning-rate schedule."""
+    """Keys of every optimiser."""
 
-    kind: Literal["adamw"] = "adamw"
+    kind: str = ""
     """Optimiser; the other keys are its settings."""
     lr: Positive = 1e-6
     """Learning rate after warm-up."""
@@ -135,24 +135,56 @@ class OptimizerConfig:
     decay: LrDecay = LrDecay.constant
     warmup_fraction: Share = 0.0
     """Share of this group's optimiser steps during which the learning rate rises linearly from 0."""
+    clip_grad: NotNegative = 1.0
+    """Largest global gradient norm; larger gradients are scaled down to it. 0 turns clipping off."""
+    overlap_grad_reduce: bool = False
+    """Reduce gradients over data-parallel ranks during the backward pass of the last micro-batch of an optimiser
+    step."""
+
+
+@dataclass
+class AdamwConfig(OptimizerConfig):
+    """AdamW."""
+
+    kind: Literal["adamw"] = "adamw"
     weight_decay: NotNegative = 0.01
-    """Decoupled weight decay; biases and norms are exempt."""
+    """Weight decay: decoupled with `adamw`, added to the gradient with `sgd`. Biases and norms are exempt."""
     beta1: Decay = 0.9
     """Decay of the running mean of gradients."""
     beta2: Decay = 0.999
     """Decay of the running mean of squared gradients."""
     eps: Positive = 1e-8
     """Added to the root of the running mean of squared gradients."""
-    clip_grad: NotNegative = 1.0
-    """Largest global gradient norm; larger gradients are scaled down to it. 0 turns clipping off."""
     distributed: bool = True
     """Shard the optimiser state over data-parallel ranks (ZeRO-1)."""
-    overlap_grad_reduce: bool = False
-    """Reduce gradients over data-parallel ranks during the backward pass of the last micro-batch of an optimiser
-    step."""
     overlap_param_gather: bool = False
     """Gather updated weights from data-parallel ranks during the next forward pass. Needs `distributed` and
     `overlap_grad_reduce`."""
+
+
+@dataclass
+class SgdConfig(OptimizerConfig):
+    """Stochastic gradient descent, which needs a much larger `lr`. Every data-parallel rank holds its whole state."""
+
+    kind: Literal["sgd"] = "sgd"
+    momentum: Decay = 0.0
+    """Decay of the running sum of gradients; 0 keeps none."""
+    weight_decay: NotNegative = 0.0
+
+
+@dataclass
+class CustomOptimizer(OptimizerConfig, Custom):
+    """A `torch.optim.Optimizer` of your own; see docs/extending.md."""
+
+    key: ClassVar[str] = "actor.optimizer.kind"
+    arguments: ClassVar[tuple[str, ...]] = ("parameters", "lr")
+
+
+@dataclass
+class CustomCriticOptimizer(CustomOptimizer):
+    """A `torch.optim.Optimizer` of your own; see docs/extending.md."""
+
+    key: ClassVar[str] = "critic.optimizer.kind"
 
 
 @dataclass
@@ -160,7 +192,8 @@ class ActorConfig:
     """The group that trains the policy."""
 
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
-    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    optimizer: AdamwConfig | SgdConfig | CustomOptimizer = field(default_factory=AdamwConfig)
+    """Optimiser and learning rate."""
     micro_batch_tokens: Tokens = 16384
     """Maximum number of tokens, padding included, in one forward and backward pass on one rank. Lower it when the actor
     runs out of memory; the result is the same up to rounding."""
@@ -182,7 +215,8 @@ class CriticConfig:
     """The group that trains the critic; exists only with an advantage estimator that needs it."""
 
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
-    optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(lr=1e-5))
+    optimizer: AdamwConfig | SgdConfig | CustomCriticOptimizer = field(default_factory=lambda: AdamwConfig(lr=1e-5))
+    """Optimiser and learning rate."""
     micro_batch_tokens: Tokens = 16384
     """Maximum number of tokens, padding included, in one forward and backward pass on one rank."""
     packing: Packing = Packing.packed
@@ -792,12 +826,14 @@ def choices(hint: Any) -> dict[str, Any]:
 
 def schema_groups(settings: Any, path: str = "") -> Iterator[tuple[str, Any]]:
     """Yield every group of keys in `settings` with its dotted path, in the order of the schema. Includes the variants
-    of a union that are not chosen."""
+    of a union that are not chosen, with the values of the chosen one for the keys that all variants have."""
     yield path, settings
     for name, hint in get_type_hints(type(settings)).items():
         group = getattr(settings, name)
+        shared = {key: getattr(group, key) for key in common_keys(hint) - {"kind"}} if is_union(hint) else {}
         for each in dict.fromkeys(variants(hint).values()):
-            yield from schema_groups(group if type(group) is each else each(), f"{path}.{name}".lstrip("."))
+            other = group if type(group) is each else each(**shared)
+            yield from schema_groups(other, f"{path}.{name}".lstrip("."))
 
 
 @cache

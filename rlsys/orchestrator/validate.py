@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
+from rlsys.cluster.planning.memory import state_bytes
 from rlsys.cluster.planning.placement import (
     context_problems,
     engine_problems,
@@ -40,6 +41,7 @@ from rlsys.config.derived import (
 from rlsys.config.problems import Problem, algorithm_problems
 from rlsys.config.schema import (
     ActorConfig,
+    AdamwConfig,
     CassetteMode,
     CriticConfig,
     Device,
@@ -237,11 +239,17 @@ def _optimizers(config: RunConfig) -> Iterator[Problem]:
         optimizer, key = learners[name].optimizer, f"{name}.optimizer"
         if optimizer.min_lr > optimizer.lr:
             yield Problem.of(f"{key}.min_lr={optimizer.min_lr} is above {key}.lr={optimizer.lr}: lower it.")
-        if optimizer.overlap_param_gather and not (optimizer.distributed and optimizer.overlap_grad_reduce):
-            yield Problem.of(
-                f"{key}.overlap_param_gather=true needs {key}.distributed=true and {key}.overlap_grad_reduce=true: set "
-                "both, or leave it out."
-            )
+        if isinstance(optimizer, AdamwConfig):
+            if optimizer.overlap_param_gather and not (optimizer.distributed and optimizer.overlap_grad_reduce):
+                yield Problem.of(
+                    f"{key}.overlap_param_gather=true needs {key}.distributed=true and {key}.overlap_grad_reduce=true: "
+                    "set both, or leave it out."
+                )
+            continue
+        try:
+            state_bytes(optimizer)
+        except UserError as problem:
+            yield Problem(problem.key, str(problem), problem.code)
 
 
 def _paths(config: RunConfig) -> Iterator[Problem]:

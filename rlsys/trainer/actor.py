@@ -23,7 +23,6 @@ from functools import partial
 from itertools import chain, repeat
 from math import isfinite
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -48,14 +47,14 @@ from rlsys.config.derived import has_critic, loss_length, sums_over_vocabulary
 from rlsys.config.schema import ModelConfig, OptimizerConfig, ParallelConfig, RunConfig
 from rlsys.errors import RunError
 from rlsys.trainer import mesh
-from rlsys.trainer import optimizer as adam
 from rlsys.trainer.batches import Accumulated, MicroBatch, OptimizerStep
 from rlsys.trainer.export import Export, WeightSender, load_hf, owners_group
 from rlsys.trainer.forward import ContextShare, context_shares, forward, forward_backward, to_tensor
 from rlsys.trainer.log_prob import MegatronWorker, ReferencePlan, ReferencePolicy
 from rlsys.trainer.model.logprobs import Divergence, divergence_of, lay_out, token_logprobs
 from rlsys.trainer.model.stage_model import PolicyModel, StageModel, ValueModel
-from rlsys.trainer.offload import OffloadStats, gradient_buffers, training_state
+from rlsys.trainer.offload import OffloadStats, gradient_buffers
+from rlsys.trainer.optimizer import Optimizer, begin_sums, learning_rate, wrap
 from rlsys.weights.checkpoint import sharded
 from rlsys.weights.checkpoint.sharded import CheckpointContent, restore_generators
 from rlsys.weights.checkpoint.store import CheckpointInfo, read_checkpoint_info
@@ -82,8 +81,8 @@ class Learner(MegatronWorker, ABC):
         self.step = 0
         """Optimiser steps taken."""
         self._model, self._optimizer_config, self._total_steps = model, optimizer, total_steps
-        self._wrapped = adam.wrap(model, optimizer)
-        self._optimizer = adam.build(self._wrapped, model, optimizer)
+        self._wrapped = wrap(model, optimizer)
+        self._optimizer = Optimizer(self._wrapped, model, optimizer)
         self._wrapped.zero_grad_buffer()
         self._divisor = 0
         self._pending = False
@@ -112,7 +111,7 @@ class Learner(MegatronWorker, ABC):
         """Load the weights of the Hugging Face folder `path`."""
         self._require("load weights")
         load_hf(self._model, path)
-        self._optimizer.reload_model_params()
+        self._optimizer.reload_weights()
 
     def accumulate(self, micro_batches: Sequence[MicroBatch], last: bool = False) -> Accumulated | None:
         """Add the gradients of this data-parallel rank's micro-batches; with `last`, the next call must be `apply`.
@@ -143,17 +142,13 @@ class Learner(MegatronWorker, ABC):
     def apply(self) -> OptimizerStep:
         """Take one optimiser step. Raises RunError if the gradient is not finite; the weights are then invalid."""
         self._require("apply")
-        config = self._optimizer_config
         divisor = torch.tensor(self._divisor, device=self._model.device)
-        adam.begin_sums(self._wrapped)
+        begin_sums(self._wrapped)
         # Reduces gradients over data parallelism, tied embeddings and norms; sums `divisor` over ranks and divides the
         # gradients by this sum.
         finalize_model_grads([self._wrapped], divisor)
-        rate = adam.learning_rate(self.step, self._total_steps, config)
-        for group in self._optimizer.param_groups:
-            # `wd_mult` is 0 for norms and biases.
-            group |= {"lr": rate, "weight_decay": config.weight_decay * group["wd_mult"]}
-        _, grad_norm, _ = self._optimizer.step()
+        rate = learning_rate(self.step, self._total_steps, self._optimizer_config)
+        grad_norm = self._optimizer.step(rate)
         self.step += 1
         if not isfinite(grad_norm):
             raise RunError(
@@ -161,9 +156,8 @@ class Learner(MegatronWorker, ABC):
                 "lower its learning rate, and look at the last rows of metrics.jsonl."
             )
         self._wrapped.zero_grad_buffer()
-        self._optimizer.zero_grad()
         self._divisor, self._pending, self._complete, self._gathered = 0, False, False, False
-        return OptimizerStep(self.step, float(grad_norm), rate, int(divisor))
+        return OptimizerStep(self.step, grad_norm, rate, int(divisor))
 
     def begin_save(self, folder: str | Path) -> None:
         """Copy weights, optimiser state, step and random generators, and begin to write them to a new checkpoint.
@@ -188,12 +182,14 @@ class Learner(MegatronWorker, ABC):
         self._require("load")
         info = read_checkpoint_info(folder)
         if info.optimizer:
-            state = sharded.load(folder, self._sharded_state(loading=True))
+            model = self._model.sharded_state()
+            optimizer = self._optimizer.state_to_load(model, info.step)
+            state = sharded.load(folder, {"model": model, "optimizer": optimizer})
             self._model.module.load_state_dict(state["model"])
-            adam.load_state(self._optimizer, state["optimizer"])
+            self._optimizer.load_state(state["optimizer"])
         else:
             self._model.load_checkpoint(folder)
-            self._optimizer.reload_model_params()
+            self._optimizer.reload_weights()
         self.step = info.step
         return restore_generators(Path(folder), info.layout)
 
@@ -211,17 +207,13 @@ class Learner(MegatronWorker, ABC):
 
     def _kept(self) -> Iterable[Tensor]:
         """Return the tensors whose values must survive an offload."""
-        return training_state(self._model.module, self._optimizer)
+        return chain(self._model.module.parameters(), self._optimizer.tensors())
 
     def _contents(self, folder: Path) -> list[CheckpointContent]:
         """Return the parts of a checkpoint, each with its own folder."""
-        return [
-            CheckpointContent(folder, self._sharded_state(loading=False), CheckpointInfo(self.step, optimizer=True))
-        ]
-
-    def _sharded_state(self, loading: bool) -> dict[str, Any]:
         model = self._model.sharded_state()
-        return {"model": model, "optimizer": adam.sharded_state(self._optimizer, model, loading)}
+        state = {"model": model, "optimizer": self._optimizer.sharded_state(model)}
+        return [CheckpointContent(folder, state, CheckpointInfo(self.step, optimizer=True))]
 
 
 @dataclass(frozen=True, slots=True)

@@ -55,9 +55,9 @@ from rlsys.weights.weight_map import Cut, Entry, ShardLoader, aligned, packed
 def shard_loader(model: StageModel, parameters: Mapping[str, Parameter] | None = None) -> ShardLoader:
     """Return a loader that takes whole Hugging Face tensors and copies this process's shards into `parameters`.
 
-    `parameters` defaults to all parameters of the model.
+    `parameters` defaults to all that the model loads.
     """
-    into = model.parameters if parameters is None else parameters
+    into = model.loaded if parameters is None else parameters
 
     def store(name: str, shard: Tensor) -> None:
         into[name].data.copy_(shard)
@@ -72,7 +72,7 @@ def load_hf(model: StageModel, path: str | Path) -> None:
     then starts at zero. Advantages then start as the returns themselves; random values would be noise that value
     clipping removes only slowly.
     """
-    reader, parameters = HfReader(path), dict(model.parameters)
+    reader, parameters = HfReader(path), dict(model.loaded)
     names, critic = reader.names(), isinstance(model, ValueModel)
     model.weights.check_hf_names(names, headless=critic)
     if not critic:
@@ -105,7 +105,7 @@ def export_plan(model: PolicyModel, bucket_bytes: int) -> list[list[Entry]]:
         entry
         for entry in model.weights.entries()
         # Include all experts of the stage's layers, whichever rank of the stage holds them.
-        if entry.name in model.parameters or (entry.expert is not None and entry.layer in model.layers)
+        if entry.name in model.exported or (entry.expert is not None and entry.layer in model.layers)
     ]
     return list(
         packed(entries, lambda e: sum(aligned(prod(shape) * itemsize) for shape in e.rule.shapes), bucket_bytes)

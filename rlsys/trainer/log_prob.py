@@ -111,7 +111,7 @@ class ReferencePolicy:
         """Weight version of the policy at which the reference last changed."""
         self._plan = plan
         model.module.eval().requires_grad_(False)
-        self._weights = _weights_of(model)
+        self._weights = model.checkpointed
         averages = plan.tau < 1.0
         self._rounded = [w for w in self._weights if averages and w.dtype is not torch.float32]
         """Weights that have a master copy."""
@@ -124,7 +124,7 @@ class ReferencePolicy:
         if version <= self.version or kept == 1.0:
             return
         exact = dict(zip(map(id, self._rounded), self._master, strict=True))
-        for weight, new in zip(self._weights, _weights_of(policy), strict=True):
+        for weight, new in zip(self._weights, policy.checkpointed, strict=True):
             moved = exact.get(id(weight), weight)
             if kept:
                 # Cast one parameter at a time: a float32 copy of the whole policy would not fit.
@@ -171,12 +171,6 @@ class ReferencePolicy:
             for number, tensor in enumerate(self._master)
         }
         return {_MODEL: model, _MASTER: master}
-
-
-def _weights_of(model: PolicyModel) -> list[Tensor]:
-    """Return the floating-point tensors of a model's checkpoint: parameters and persistent buffers."""
-    state = model.module.state_dict(keep_vars=True)
-    return [value for value in state.values() if isinstance(value, Tensor) and value.is_floating_point()]
 
 
 @dataclass(frozen=True, slots=True)
@@ -274,8 +268,8 @@ class LogProbWorker(MegatronWorker, WeightSender):
             self._export_group = owners_group(self.coords)
         self._receiver: Receiver | None = None
         self._update: ShardLoader | None = None
-        parameters = () if self._policy is None else map(self._policy.weights.entry, self._policy.parameters)
-        self._siblings = {name: entry.hf for entry in parameters for name in entry.hf}
+        entries = () if self._policy is None else self._policy.entries.values()
+        self._siblings = {name: entry.hf for entry in entries for name in entry.hf}
         self._checksums: dict[str, str] = {}
 
     @classmethod

@@ -234,19 +234,6 @@ class HostBlocks:
                 done, used = done + count, used + count
 
 
-def training_state(module: torch.nn.Module, optimizer: Any) -> Iterator[Tensor]:
-    """Yield the tensors that training keeps between steps: parameters, float32 weights and Adam's moments.
-
-    `optimizer` is Megatron's optimiser, which wraps torch's or Transformer Engine's.
-    """
-    yield from module.parameters()
-    for member in optimizer.chained_optimizers:
-        for group in member.optimizer.param_groups:
-            yield from group["params"]
-        for state in member.optimizer.state.values():
-            yield from (value for value in state.values() if isinstance(value, Tensor))
-
-
 def gradient_buffers(wrapped: Any) -> Iterator[Tensor]:
     """Yield the flat gradient buffers of `wrapped`, Megatron's DistributedDataParallel."""
     return (buffer.grad_data for buffer in (*wrapped.buffers, *wrapped.expert_parallel_buffers))

@@ -1,4 +1,8 @@
-"""Builds Megatron's AdamW for one model, computes its learning rate, and saves and loads its state.
+"""Steps a model's trainable parameters through Megatron, computes the learning rate, and saves and loads the state.
+
+Megatron reduces, clips and unshards: AdamW is its own, and may be sharded over data-parallel ranks. Any other optimiser
+(`rlsys.algorithms.optimizers`) is put in the place of AdamW and gets each parameter as this process holds it: whole, or
+as its tensor-parallel shard, in float32.
 
 Communication between data-parallel ranks can overlap with computation:
 
@@ -10,7 +14,8 @@ Communication between data-parallel ranks can overlap with computation:
 
 from __future__ import annotations
 
-from math import cos, pi
+from collections.abc import Iterator
+from math import cos, isfinite, pi
 from typing import Any
 
 import torch
@@ -18,8 +23,12 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer import get_megatron_optimizer, get_standard_config_overrides
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.optimizer.optimizer import param_group_identifier_keys
+from torch import Tensor
 
-from rlsys.config.schema import LrDecay, OptimizerConfig
+from rlsys.algorithms.optimizers import make_optimizer, not_finite
+from rlsys.config.custom import Custom
+from rlsys.config.schema import AdamwConfig, LrDecay, OptimizerConfig
 from rlsys.errors import UserError
 from rlsys.trainer.model.stage_model import CHECKPOINT_METADATA, StageModel
 
@@ -29,7 +38,8 @@ def wrap(model: StageModel, config: OptimizerConfig) -> DistributedDataParallel:
 
     Raises UserError if `overlap_param_gather` is set without the settings that it requires.
     """
-    if config.overlap_param_gather and not (config.distributed and config.overlap_grad_reduce):
+    sharded: AdamwConfig = _sharding(config)
+    if sharded.overlap_param_gather and not (sharded.distributed and config.overlap_grad_reduce):
         raise UserError(
             "overlap_param_gather=true requires distributed=true and overlap_grad_reduce=true: set both, or set "
             "overlap_param_gather to false.",
@@ -38,9 +48,9 @@ def wrap(model: StageModel, config: OptimizerConfig) -> DistributedDataParallel:
         )
     options = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
-        use_distributed_optimizer=config.distributed,
+        use_distributed_optimizer=sharded.distributed,
         overlap_grad_reduce=config.overlap_grad_reduce,
-        overlap_param_gather=config.overlap_param_gather,
+        overlap_param_gather=sharded.overlap_param_gather,
     )
     return DistributedDataParallel(model.config, options, model.module)
 
@@ -52,27 +62,6 @@ def begin_sums(wrapped: DistributedDataParallel) -> None:
     for buckets in (*wrapped.bucket_groups, *wrapped.expert_parallel_bucket_groups):
         if buckets.grad_reduce_handle is None:
             buckets.start_grad_sync()
-
-
-def build(wrapped: DistributedDataParallel, model: StageModel, config: OptimizerConfig) -> Any:
-    """Build AdamW with gradient clipping, without weight decay for norms and biases."""
-    options = MegatronOptimizerConfig(
-        optimizer="adam",
-        lr=config.lr,
-        min_lr=config.min_lr,
-        weight_decay=config.weight_decay,
-        adam_beta1=config.beta1,
-        adam_beta2=config.beta2,
-        adam_eps=config.eps,
-        clip_grad=config.clip_grad,
-        bf16=model.config.bf16,
-        params_dtype=model.config.params_dtype,
-        use_distributed_optimizer=config.distributed,
-        overlap_param_gather=config.overlap_param_gather,
-    )
-    return get_megatron_optimizer(
-        options, [wrapped], config_overrides=get_standard_config_overrides(options), use_gloo_process_groups=False
-    )
 
 
 def learning_rate(step: int, total_steps: int, config: OptimizerConfig) -> float:
@@ -91,24 +80,114 @@ def learning_rate(step: int, total_steps: int, config: OptimizerConfig) -> float
     return config.min_lr + share * (config.lr - config.min_lr)
 
 
-def sharded_state(optimizer: Any, model_state: dict[str, Any], loading: bool) -> dict[str, Any]:
-    """Return the optimiser's part of a checkpoint; `model_state` is the model's part."""
-    for member in optimizer.chained_optimizers:
-        _allocate(member.optimizer)
-    state: dict[str, Any] = optimizer.sharded_state_dict(model_state, is_loading=loading, metadata=CHECKPOINT_METADATA)
-    return state
+class Optimizer:
+    """Optimiser of one model on one process."""
+
+    def __init__(self, wrapped: DistributedDataParallel, model: StageModel, config: OptimizerConfig) -> None:
+        """Build the optimiser; `wrapped` is the result of `wrap`. Raises UserError for one of the user's that fails."""
+        self._model, self._config = model, config
+        adamw: AdamwConfig = _sharding(config)
+        options = MegatronOptimizerConfig(
+            optimizer="adam",
+            lr=config.lr,
+            min_lr=config.min_lr,
+            weight_decay=adamw.weight_decay,
+            adam_beta1=adamw.beta1,
+            adam_beta2=adamw.beta2,
+            adam_eps=adamw.eps,
+            clip_grad=config.clip_grad,
+            bf16=model.config.bf16,
+            params_dtype=model.config.params_dtype,
+            use_distributed_optimizer=adamw.distributed,
+            overlap_param_gather=adamw.overlap_param_gather,
+        )
+        self._megatron: Any = get_megatron_optimizer(
+            options, [wrapped], config_overrides=get_standard_config_overrides(options), use_gloo_process_groups=False
+        )
+        # Experts have a member of their own.
+        self._members: list[Any] = self._megatron.chained_optimizers
+        if adamw is config:
+            return
+        kept = ("params", *param_group_identifier_keys)
+        for member in self._members:
+            groups = [{key: group[key] for key in kept} for group in member.optimizer.param_groups]
+            member.optimizer, member.init_state_fn = make_optimizer(config, groups), _keep_state
+
+    def step(self, rate: float) -> float:
+        """Clip, step and clear the gradients, and return their norm before clipping.
+
+        Raises UserError if an optimiser from outside of the package fails or makes a weight that is not finite.
+        """
+        decay = getattr(self._config, "weight_decay", None)
+        for group in self._megatron.param_groups:
+            group["lr"] = rate
+            if decay is not None:
+                # `wd_mult` is 0 for norms and biases.
+                group["weight_decay"] = decay * group["wd_mult"]
+        _, grad_norm, _ = self._megatron.step()
+        if isinstance(self._config, Custom) and isfinite(grad_norm):
+            trainable = self._model.trainable
+            finite = torch.stack([one.isfinite().all() for one in trainable.values()]).tolist()
+            if not all(finite):
+                raise not_finite(self._config, [*trainable][finite.index(False)])
+        self._megatron.zero_grad()
+        return float(grad_norm)
+
+    def reload_weights(self) -> None:
+        """Copy the model's weights, which have changed, to their float32 copies."""
+        self._megatron.reload_model_params()
+
+    def tensors(self) -> Iterator[Tensor]:
+        """Yield the tensors that are kept between steps: float32 weights, some of them the model's own, and the state."""
+        for member in self._members:
+            for group in member.optimizer.param_groups:
+                yield from group["params"]
+            for state in member.optimizer.state.values():
+                yield from (value for value in state.values() if isinstance(value, Tensor))
+
+    def sharded_state(self, model_state: dict[str, Any]) -> dict[str, Any]:
+        """Return the optimiser's part of a checkpoint to save; `model_state` is the model's part."""
+        return self._state(model_state, loading=False)
+
+    @torch.no_grad()
+    def state_to_load(self, model_state: dict[str, Any], steps: int) -> dict[str, Any]:
+        """Return the part to fill from a checkpoint that was saved after `steps` steps. The weights may change."""
+        if not isinstance(self._config, AdamwConfig):
+            for member in self._members:
+                member.optimizer.state.clear()
+                if steps:
+                    # Makes the state, whatever it is; its values, and the weights, are then loaded.
+                    member.prepare_grads()
+                    member.optimizer.step()
+                    member.zero_grad()
+        return self._state(model_state, loading=True)
+
+    def load_state(self, state: dict[Any, Any]) -> None:
+        """Load `state`, the result of `state_to_load` filled from a checkpoint."""
+        # With two optimisers, Megatron keys the states by number.
+        states = [state] if len(self._members) == 1 else [state[number] for number in range(len(self._members))]
+        moments = [of_member.pop("param_state", None) for of_member in states]
+        self._megatron.load_state_dict(state)
+        for member, of_member in zip(self._members, moments, strict=True):
+            if of_member is not None:
+                _load_moments(member, of_member)
+
+    def _state(self, model_state: dict[str, Any], loading: bool) -> dict[str, Any]:
+        for member in self._members:
+            _allocate(member.optimizer)
+        state: dict[str, Any] = self._megatron.sharded_state_dict(
+            model_state, is_loading=loading, metadata=CHECKPOINT_METADATA
+        )
+        return state
 
 
-def load_state(optimizer: Any, state: dict[Any, Any]) -> None:
-    """Load `state`, the result of `sharded_state(..., loading=True)` filled from a checkpoint."""
-    members = optimizer.chained_optimizers
-    # Experts have a separate optimiser. With two optimisers, Megatron keys the states by number.
-    states = [state] if len(members) == 1 else [state[number] for number in range(len(members))]
-    moments = [of_member.pop("param_state", None) for of_member in states]
-    optimizer.load_state_dict(state)
-    for member, of_member in zip(members, moments, strict=True):
-        if of_member is not None:
-            _load_moments(member, of_member)
+def _sharding(config: OptimizerConfig) -> AdamwConfig:
+    """Return the settings of AdamW; those of a replicated one for any other optimiser, which is not sharded."""
+    return config if isinstance(config, AdamwConfig) else AdamwConfig(distributed=False)
+
+
+def _keep_state(*_: Any) -> None:
+    """Leave the state as it is; Megatron would add AdamW's."""
 
 
 def _load_moments(member: DistributedOptimizer, moments: dict[str, Any]) -> None:

@@ -26,6 +26,7 @@ from torch import Tensor
 from rlsys.config.algorithm import AdvantageScale, Aggregation, AlgorithmConfig, OldLogprobs, ReturnsAdvantage
 from rlsys.config.schema import (
     ActorConfig,
+    AdamwConfig,
     AsyncSchedule,
     ClusterConfig,
     Device,
@@ -33,7 +34,6 @@ from rlsys.config.schema import (
     InferenceConfig,
     Layers,
     ModelConfig,
-    OptimizerConfig,
     Packing,
     PipelinedSchedule,
     RolloutConfig,
@@ -55,7 +55,7 @@ TOLERANCE = 5e-6
 MOVED = 100 * TOLERANCE
 """Smallest distance by which training must move a parameter."""
 STEPS, GROUPS, SAMPLES = 3, 8, 4
-OPTIMIZER = OptimizerConfig(lr=3e-3, eps=1e-4, clip_grad=2.5)
+OPTIMIZER = AdamwConfig(lr=3e-3, eps=1e-4, clip_grad=2.5)
 QUESTIONS = [Question(f"q:{number}", "?", (RIGHT,)) for number in range(GROUPS)]
 SCHEDULES = {one.kind: one for one in (SequentialSchedule(), PipelinedSchedule(), AsyncSchedule(max_staleness=0))}
 SEQUENTIAL, PIPELINED, ASYNC = SCHEDULES

@@ -16,12 +16,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from itertools import chain, product
+from typing import TypeVar
 
 from rlsys.cluster.planning.placement import parse_placement
 from rlsys.config.algorithm import AlgorithmConfig
 from rlsys.config.derived import has_critic, megatron_groups
 from rlsys.config.schema import ClusterConfig, Mode, OptimizerConfig, ParallelConfig, RunConfig, SyncMode
 
+Optimizer = TypeVar("Optimizer", bound=OptimizerConfig)
 MOST_PROCESSES = 8
 """Largest number of processes of all Megatron groups together."""
 MOST_EPISODES = 4
@@ -168,7 +170,7 @@ def _cluster(wanted: ClusterConfig, tiny: ClusterConfig, ranks: _Ranks, sizes: M
     )
 
 
-def _optimizer(wanted: OptimizerConfig, tiny: OptimizerConfig) -> OptimizerConfig:
+def _optimizer(wanted: Optimizer, tiny: OptimizerConfig) -> Optimizer:
     """The optimiser of the big run with the tiny run's learning rate."""
     return replace(wanted, lr=tiny.lr, min_lr=0.0)
 

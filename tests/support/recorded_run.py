@@ -21,6 +21,7 @@ from rich.console import Console
 from rlsys.config.algorithm import AlgorithmConfig, KlControl, KlPlace, SampledKl
 from rlsys.config.schema import (
     ActorConfig,
+    AdamwConfig,
     CheckpointConfig,
     ClusterConfig,
     Device,
@@ -30,7 +31,6 @@ from rlsys.config.schema import (
     Layers,
     LrDecay,
     ModelConfig,
-    OptimizerConfig,
     RunConfig,
     SequentialSchedule,
     TaskConfig,
@@ -161,7 +161,7 @@ def settings(model: Path, outputs: Path) -> RunConfig:
             device=Device.cpu, start_timeout_s=ANSWER_S, call_timeout_s=ANSWER_S, sync_bucket_bytes=100_000
         ),
         actor=ActorConfig(
-            optimizer=OptimizerConfig(lr=3e-3, eps=1e-4, decay=LrDecay.linear, warmup_fraction=0.2),
+            optimizer=AdamwConfig(lr=3e-3, eps=1e-4, decay=LrDecay.linear, warmup_fraction=0.2),
             micro_batch_tokens=160,
         ),
         inference=InferenceConfig(micro_batch_tokens=256),

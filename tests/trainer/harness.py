@@ -6,7 +6,16 @@ from pathlib import Path
 import torch.distributed as dist
 from torch import Tensor
 
-from rlsys.config.schema import Device, Dtype, Layers, ModelConfig, OptimizerConfig, ParallelConfig, SyncMode
+from rlsys.config.schema import (
+    AdamwConfig,
+    Device,
+    Dtype,
+    Layers,
+    ModelConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    SyncMode,
+)
 from rlsys.trainer.actor import Actor, Objective
 from rlsys.trainer.batches import MicroBatch, collate
 from rlsys.trainer.export import WeightSender
@@ -16,7 +25,7 @@ from tests.support.tensors import digest_of
 from tests.trainer import reference
 
 OBJECTIVE = Objective(reference.LOSS, reference.TEMPERATURE)
-OPTIMIZER = OptimizerConfig(lr=3e-3, weight_decay=0.1)
+OPTIMIZER = AdamwConfig(lr=3e-3, weight_decay=0.1)
 TOTAL_STEPS = 3
 
 

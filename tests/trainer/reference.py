@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qw
 
 from rlsys.algorithms.losses import LossFunction, LossInputs, policy_loss
 from rlsys.config.algorithm import AlgorithmConfig, PpoLoss
-from rlsys.config.schema import OptimizerConfig
+from rlsys.config.schema import AdamwConfig, SgdConfig
 from rlsys.trainer.batches import MicroBatch
 from tests.support.tensors import randomised
 
@@ -138,24 +138,26 @@ def logprobs_and_entropy(model: torch.nn.Module, tokens: np.ndarray) -> tuple[Te
     return torch.nn.functional.pad(picked, (1, 0)), torch.nn.functional.pad(entropy, (1, 0))
 
 
-def adamw(model: torch.nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:
-    """An AdamW that decays only matrices."""
-    matrices = [p for p in model.parameters() if p.dim() > 1]
+def optimizer_of(model: torch.nn.Module, config: AdamwConfig | SgdConfig) -> torch.optim.Optimizer:
+    """torch's AdamW or SGD, which decays only matrices."""
     others: dict[str, Any] = {"params": [p for p in model.parameters() if p.dim() == 1], "weight_decay": 0.0}
+    groups = [{"params": [p for p in model.parameters() if p.dim() > 1]}, others]
+    if isinstance(config, SgdConfig):
+        return torch.optim.SGD(groups, config.lr, config.momentum, weight_decay=config.weight_decay)
     betas, decay = (config.beta1, config.beta2), config.weight_decay
-    return torch.optim.AdamW([{"params": matrices}, others], config.lr, betas, config.eps, decay)
+    return torch.optim.AdamW(groups, config.lr, betas, config.eps, decay)
 
 
 def train(
     path: Path,
     steps: Sequence[Sequence[MicroBatch]],
-    config: OptimizerConfig,
+    config: AdamwConfig | SgdConfig,
     rates: Sequence[float],
     aggregation: str = "token-mean",
 ) -> tuple[torch.nn.Module, list[float]]:
     """Train on each step's micro-batches as one batch; returns the model, and the gradient norms before clipping."""
     model = load(path)
-    optimizer = adamw(model, config)
+    optimizer = optimizer_of(model, config)
     norms = []
     for batches, rate in zip(steps, rates, strict=True):
         for group in optimizer.param_groups:

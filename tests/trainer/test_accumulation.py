@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from rlsys.config.schema import OptimizerConfig
+from rlsys.config.schema import AdamwConfig
 from rlsys.errors import RunError
 from rlsys.trainer.batches import MicroBatch, collate
 from tests.support.megatron_processes import Group, on_ranks
@@ -29,7 +29,7 @@ def _poisoned(batch: MicroBatch) -> MicroBatch:
 
 
 def _one_step(group: Group, model: Path, calls: list[list[MicroBatch]]) -> dict[str, torch.Tensor]:
-    actor = make_actor(group, model, optimizer=OptimizerConfig(lr=0.1, eps=1.0, clip_grad=1e9))
+    actor = make_actor(group, model, optimizer=AdamwConfig(lr=0.1, eps=1.0, clip_grad=1e9))
     actor.load_hf(model)
     for batches in calls:
         actor.accumulate(batches)

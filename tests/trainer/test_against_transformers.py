@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from rlsys.config.schema import Dtype, LrDecay, OptimizerConfig
+from rlsys.config.schema import AdamwConfig, Dtype, LrDecay
 from rlsys.trainer.batches import MicroBatch, collate
 from rlsys.trainer.log_prob import LogProbWorker, ReferencePlan
 from rlsys.trainer.optimizer import learning_rate
@@ -22,7 +22,7 @@ from tests.trainer.harness import TOTAL_STEPS, Layout, export, local_model, make
 
 STEPS, PER_STEP = 2, 6
 FIXED = ReferencePlan(tau=1.0, update_period=1, reset_period=None)
-OPTIMIZER = OptimizerConfig(
+OPTIMIZER = AdamwConfig(
     lr=5e-3,
     decay=LrDecay.cosine,
     weight_decay=0.1,

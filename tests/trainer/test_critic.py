@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import AutoModelForTokenClassification
 
 from rlsys.algorithms.losses import ValueLoss
-from rlsys.config.schema import OptimizerConfig, ParallelConfig
+from rlsys.config.schema import AdamwConfig, ParallelConfig
 from rlsys.trainer.actor import Critic
 from rlsys.trainer.batches import MicroBatch, collate
 from tests.support.megatron_processes import Group, on_ranks
@@ -20,7 +20,7 @@ from tests.trainer import reference
 from tests.trainer.harness import Layout, local_model
 
 # Large, so that Adam's update depends on the size of the gradient as well as its sign.
-OPTIMIZER = OptimizerConfig(lr=2e-3, weight_decay=0.1, eps=1e-2, clip_grad=4.0)
+OPTIMIZER = AdamwConfig(lr=2e-3, weight_decay=0.1, eps=1e-2, clip_grad=4.0)
 CLIP, STEPS, PER_STEP = 0.3, 2, 4
 
 
@@ -106,7 +106,7 @@ def _values(model: torch.nn.Module, batch: MicroBatch) -> Tensor:
 
 def _reference_steps(model: torch.nn.Module) -> list[float]:
     """Train on each step's micro-batches as one batch; returns the gradient norms before clipping."""
-    optimizer = reference.adamw(model, OPTIMIZER)
+    optimizer = reference.optimizer_of(model, OPTIMIZER)
     norms = []
     for batches in _steps():
         optimizer.zero_grad()

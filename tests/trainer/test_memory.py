@@ -24,7 +24,7 @@ from rlsys.trainer.batches import MicroBatch
 from rlsys.trainer.log_prob import LogProbWorker
 from rlsys.trainer.model import layers
 from rlsys.trainer.model.layers import kernel_settings
-from rlsys.trainer.offload import gradient_buffers, training_state
+from rlsys.trainer.offload import gradient_buffers
 from rlsys.weights.weight_map import read_architecture
 from tests.support.megatron_processes import Group, on_ranks
 from tests.trainer.harness import Layout
@@ -66,6 +66,8 @@ KL: dict[str, dict[str, Any]] = {
     "sampled, average": {"ref_policy_ema_tau": 0.9},
 }
 """Kind of KL term -> settings of the algorithm."""
+OPTIMIZERS = {"sgd, momentum": schema.SgdConfig(momentum=0.9), "sgd, decay": schema.SgdConfig(weight_decay=0.1)}
+"""Optimisers other than AdamW."""
 
 
 @dataclass(frozen=True)
@@ -79,12 +81,14 @@ class Case:
     micro_batches: int = 1
     dtype: schema.Dtype = schema.Dtype.float32
     kl: str = "sampled"
+    optimizer: str = "adamw"
 
     def config(self, path: Path) -> schema.RunConfig:
         """Config of a run whose measured group has the first ranks to itself."""
         layout = self.layout
         packing = schema.Packing.packed if self.packed else schema.Packing.padded
-        optimizer = schema.OptimizerConfig(distributed=layout.distributed)
+        optimizer: Any = schema.AdamwConfig(distributed=layout.distributed)
+        optimizer = OPTIMIZERS.get(self.optimizer, optimizer)
         critic = self.group == "critic"
         placement = {"actor": "100", "inference": "101", "rollout": "102"}
         placement[self.group] = f"0-{layout.processes - 1}"
@@ -100,7 +104,10 @@ class Case:
         )
 
 
-QUICK = Case(Layout(tp=2, sequence_parallel=True, recompute=True))
+QUICK = [
+    Case(Layout(tp=2, sequence_parallel=True, recompute=True)),
+    Case(dtype=schema.Dtype.bfloat16, optimizer="sgd, momentum"),
+]
 LAYOUTS = [
     Layout(),
     Layout(recompute=True),
@@ -125,12 +132,13 @@ GRID = [
     Case(Layout(recompute=True), kl="whole"),
     Case(Layout(pp=2, recompute=True), kl="whole, average", micro_batches=3, dtype=schema.Dtype.bfloat16),
     Case(Layout(recompute=True), kl="top 128"),
+    Case(Layout(dp=2, tied=False), group="critic", shape="llama", optimizer="sgd, decay"),
     Case(group="inference", kl="top 128"),
     Case(group="inference", kl="sampled, average", dtype=schema.Dtype.bfloat16),
 ]
 
 
-@pytest.mark.parametrize("case", [QUICK, *(pytest.param(case, marks=pytest.mark.slow) for case in GRID)], ids=repr)
+@pytest.mark.parametrize("case", [*QUICK, *(pytest.param(case, marks=pytest.mark.slow) for case in GRID)], ids=repr)
 def test_estimated_memory_is_near_that_of_a_measured_step(case: Case, tmp_path: Path) -> None:
     shape = SHAPES[case.shape](tie_word_embeddings=case.layout.tied)
     AutoModelForCausalLM.from_config(shape, dtype=torch.bfloat16).save_pretrained(tmp_path)
@@ -216,9 +224,7 @@ def _count_routed(worker: Learner | LogProbWorker) -> list[int]:
 def _resident(worker: Learner | LogProbWorker) -> list[Tensor]:
     if isinstance(worker, LogProbWorker):
         return list(worker._tensors())
-    state = training_state(worker._model.module, worker._optimizer)
-    kept = worker._reference.tensors() if isinstance(worker, Actor) and worker._reference is not None else ()
-    return [*state, *kept, *gradient_buffers(worker._wrapped)]
+    return [*worker._kept(), *gradient_buffers(worker._wrapped)]
 
 
 def _batch(case: Case) -> MicroBatch:

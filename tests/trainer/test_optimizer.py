@@ -1,4 +1,4 @@
-"""Tests of the optimiser: overlapped communication changes nothing, and the learning rate follows its schedule."""
+"""Tests of the optimiser: SGD, overlapped communication, the learning rate, and parameters that are treated apart."""
 
 import functools
 from dataclasses import replace
@@ -8,17 +8,19 @@ from typing import Any
 import pytest
 import torch
 
-from rlsys.config.schema import LrDecay, OptimizerConfig
+from rlsys.config.schema import AdamwConfig, Dtype, LrDecay, OptimizerConfig, SgdConfig
 from rlsys.trainer import optimizer as adam
+from rlsys.trainer.actor import Actor
+from rlsys.trainer.model.stage_model import PolicyModel, TargetLogitsModel
 from tests.support.megatron_processes import Group, on_ranks
 from tests.trainer import reference
-from tests.trainer.harness import Layout, make_actor, weights_of
+from tests.trainer.harness import TOTAL_STEPS, Layout, make_actor, weights_of
 
 SMALL_BUCKET = 4000
 """Numbers per bucket, few enough that a small model has several buckets."""
 STEPS = 2
 # Without momentum and with a large epsilon, an Adam step is nearly the gradient.
-PLAIN = OptimizerConfig(lr=0.3, beta1=0.0, beta2=0.0, eps=1.0, clip_grad=1e9, weight_decay=0.0)
+PLAIN = AdamwConfig(lr=0.3, beta1=0.0, beta2=0.0, eps=1.0, clip_grad=1e9, weight_decay=0.0)
 WAYS = {
     "plain": replace(PLAIN, distributed=False),
     "sums": replace(PLAIN, distributed=False, overlap_grad_reduce=True),
@@ -91,5 +93,116 @@ def test_overlapped_communication_changes_no_step(layout: Layout, tmp_path: Path
 def test_learning_rate_warms_up_and_decays_to_its_minimum(
     decay: LrDecay, warmup_fraction: float, expected: list[float]
 ) -> None:
-    config = OptimizerConfig(lr=1.0, min_lr=0.2, decay=decay, warmup_fraction=warmup_fraction)
+    config = AdamwConfig(lr=1.0, min_lr=0.2, decay=decay, warmup_fraction=warmup_fraction)
     assert [adam.learning_rate(step, 6, config) for step in range(7)] == pytest.approx(expected, abs=1e-6)
+
+
+SGD = SgdConfig(lr=0.05, momentum=0.9, weight_decay=0.1, clip_grad=2.0, decay=LrDecay.linear)
+BATCHES = [reference.make_batches(4, seed=step) for step in range(STEPS)]
+
+
+def _take(actor: Actor, step: int) -> float:
+    actor.accumulate(BATCHES[step][actor.coords.dp :: actor.coords.dp_size])
+    return actor.apply().grad_norm
+
+
+def _sgd(group: Group, layout: Layout, model: Path, dtype: Dtype, folder: Path) -> dict[str, Any]:
+    """Train, saving before every step, and once more from each checkpoint."""
+
+    def new() -> Actor:
+        return make_actor(group, model, layout.parallel, SGD, dtype=dtype, recompute=layout.recompute)
+
+    actor = new()
+    actor.load_hf(model)
+    norms = []
+    for step in range(STEPS):
+        actor.begin_save(folder / str(step))
+        norms.append(_take(actor, step))
+        actor.finish_save()
+    state = sum(one.numel() for one in actor._optimizer.tensors())
+    results = {"norms": norms, "trained": weights_of(actor), "resumed": [], "state": state}
+    # The actor that has trained takes up the state as of its beginning, new ones that of each step.
+    for step in (0, *range(STEPS)):
+        assert actor.load(folder / str(step))
+        for later in range(step, STEPS):
+            _take(actor, later)
+        results["resumed"].append(weights_of(actor))
+        actor = new()
+    return results
+
+
+@pytest.mark.parametrize(
+    ("layout", "dtype"),
+    [
+        pytest.param(Layout(tp=2, sequence_parallel=True), Dtype.float32, id="tp2"),
+        pytest.param(Layout(), Dtype.bfloat16, id="one rank, bfloat16"),
+        pytest.param(Layout(dp=2, pp=2, recompute=True), Dtype.float32, id="dp2-pp2", marks=pytest.mark.slow),
+        pytest.param(Layout(dp=2, ep=2, tied=False), Dtype.float32, id="dp2-experts", marks=pytest.mark.slow),
+    ],
+)
+def test_sgd_equals_that_of_torch_and_resumes_exactly(layout: Layout, dtype: Dtype, tmp_path: Path) -> None:
+    make = reference.tiny_qwen3_moe if layout.ep > 1 else reference.tiny_config
+    model = reference.make_model(make(layers=2, tied=layout.tied), tmp_path / "model")
+    ranks = on_ranks(_sgd, layout.processes, layout, model, dtype, tmp_path)
+    found = ranks[0]
+    for resumed in found["resumed"]:
+        assert all(torch.equal(resumed[name], tensor) for name, tensor in found["trained"].items())
+    if dtype is Dtype.bfloat16:
+        return
+    rates = [adam.learning_rate(step, TOTAL_STEPS, SGD) for step in range(STEPS)]
+    trained, norms = reference.train(model, BATCHES, SGD, rates)
+    assert found["norms"] == pytest.approx(norms, rel=1e-4)
+    assert max(norms) > SGD.clip_grad, "clipping must take effect"
+    before = reference.named_tensors(reference.load(model))
+    for name, tensor in reference.named_tensors(trained).items():
+        torch.testing.assert_close(found["trained"][name], tensor, rtol=2e-5, atol=2e-5, msg=name)
+    assert any((found["trained"][name] - tensor).abs().max() > 1e-3 for name, tensor in before.items())
+
+
+class Probed(TargetLogitsModel):
+    """A model with a matrix that Hugging Face's lacks, and with a norm that is not trained."""
+
+    beside = ("probe.",)
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.probe = torch.nn.Linear(self.config.hidden_size, self.config.hidden_size, bias=False)
+        torch.nn.init.zeros_(self.probe.weight)
+        self.decoder.final_layernorm.requires_grad_(False)
+
+    def read_out(self, hidden: torch.Tensor) -> torch.Tensor:
+        return super().read_out(hidden + self.probe(hidden))
+
+
+def _apart(group: Group, model: Path, folder: Path) -> None:
+    probe, frozen = "probe.weight", "decoder.final_layernorm.weight"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(PolicyModel, "_MODULE", Probed)
+        actor = make_actor(group, model, optimizer=SGD)
+    actor.load_hf(model)
+    policy = actor._policy
+    assert policy.parameters.keys() - policy.trainable.keys() == {frozen}
+    assert policy.parameters.keys() - policy.exported.keys() == {probe}
+    assert len(policy.checkpointed) == len(policy.parameters)
+    before = weights_of(actor)
+    assert before.keys() == reference.named_tensors(reference.load(model)).keys()
+    norm = policy.parameters[frozen].clone()
+    _take(actor, 0)
+    held = list(actor._optimizer.tensors())
+    assert sum(one.numel() for one in held) == 2 * sum(one.numel() for one in policy.trainable.values())
+    assert torch.equal(policy.parameters[frozen], norm)
+    assert policy.parameters[probe].abs().max() > 1e-4
+    assert not torch.equal(weights_of(actor)["model.embed_tokens.weight"], before["model.embed_tokens.weight"])
+    actor.begin_save(folder)
+    _take(actor, 1)
+    actor.finish_save()
+    trained = {name: parameter.clone() for name, parameter in policy.parameters.items()}
+    actor.load(folder)
+    assert not torch.equal(policy.parameters[probe], trained[probe])
+    _take(actor, 1)
+    assert all(torch.equal(policy.parameters[name], parameter) for name, parameter in trained.items())
+
+
+def test_frozen_parameter_is_exported_and_one_beside_the_weight_map_is_trained_and_saved(tmp_path: Path) -> None:
+    model = reference.make_model(reference.tiny_config(layers=2), tmp_path / "model")
+    on_ranks(_apart, 1, model, tmp_path / "saved")

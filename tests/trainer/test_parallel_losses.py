@@ -32,7 +32,7 @@ from rlsys.config.algorithm import (
 )
 from rlsys.config.custom import custom_variant
 from rlsys.config.derived import kl_topk_tokens
-from rlsys.config.schema import OptimizerConfig, ParallelConfig, RolloutConfig, RunConfig, SamplingConfig
+from rlsys.config.schema import AdamwConfig, ParallelConfig, RolloutConfig, RunConfig, SamplingConfig
 from rlsys.data.trajectory import Sample
 from rlsys.orchestrator.worker_groups import scores_of
 from rlsys.trainer.actor import Actor, Objective
@@ -46,7 +46,7 @@ from tests.trainer.harness import local_model, weights_of
 from tests.trainer.one_process import LOSS_LENGTH, SAMPLES, Expected, OneProcess, Policies, flat
 
 # Without momentum a step is gradient / (|gradient| + 1), from which the gradient can be computed.
-OPTIMIZER = OptimizerConfig(lr=1.0, beta1=0.0, beta2=0.0, eps=1.0, clip_grad=1e9, weight_decay=0.0)
+OPTIMIZER = AdamwConfig(lr=1.0, beta1=0.0, beta2=0.0, eps=1.0, clip_grad=1e9, weight_decay=0.0)
 CALLS = (slice(0, 6), slice(6, 10), slice(10, None))
 """Samples of each call of `accumulate`; in the last call, one of the two ranks has no sample."""
 

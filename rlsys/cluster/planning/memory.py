@@ -41,11 +41,13 @@ from rlsys.config.derived import (
     sums_over_vocabulary,
 )
 from rlsys.config.schema import (
+    AdamwConfig,
     Device,
     Dtype,
     InferenceConfig,
     Layers,
     Mode,
+    OptimizerConfig,
     Packing,
     RunConfig,
     SyncMode,
@@ -183,7 +185,7 @@ class StageRank:
                 self.shared += size * count
             self.largest = max(self.largest, size if count else 0.0)
         self.parameters = self.shard = self.shared + self.experts
-        if self.optimizer is not None and self.optimizer.distributed:
+        if isinstance(self.optimizer, AdamwConfig) and self.optimizer.distributed:
             # Parameters whose optimiser state this rank keeps: an equal share among ranks with the same parameters.
             self.shard = (self.shared * self.parallel.tp + self.experts * self.parallel.ep) / self.stage_size
 
@@ -209,13 +211,13 @@ class StageRank:
 
 def stage_memory(rank: StageRank) -> GroupMemory:
     """Estimate the memory of one rank of one pipeline stage."""
-    # Always present. Float32 weights need no master copy; Adam's two moments take 8 bytes per parameter.
+    # Always present. Float32 weights need no master copy.
     master = 0 if rank.config.model.dtype is Dtype.float32 else 4
     # An inference group that only scores with a frozen reference does not hold the policy.
     policy = rank.group != "inference" or scores_with_policy(rank.config.algorithm)
     always = {"parameters": rank.parameters * rank.item if policy else 0.0, "runtime": _runtime(rank)}
     if rank.optimizer is not None:
-        always |= {"gradients": rank.parameters * 4, "optimizer": rank.shard * (8 + master)}
+        always |= {"gradients": rank.parameters * 4, "optimizer": rank.shard * (state_bytes(rank.optimizer) + master)}
     if holds_reference(rank.config, rank.group):
         average = master if rank.config.algorithm.ref_policy_ema_tau < 1 else 0
         always["reference"] = rank.parameters * (rank.item + average)
@@ -223,6 +225,16 @@ def stage_memory(rank: StageRank) -> GroupMemory:
     later = {"step": _optimizer_step(rank), "weight_sync": _weight_sync(rank) if policy else 0.0}
     total = sum(always.values()) + max(peak, _left(rank) + max(later.values()))
     return GroupMemory({name: size for name, size in (always | passing | later).items() if size}, total)
+
+
+def state_bytes(optimizer: OptimizerConfig) -> float:
+    """Return the bytes of an optimiser's state per parameter, without the weight and its float32 copy."""
+    if isinstance(optimizer, AdamwConfig):
+        return 8.0  # Two float32 moments.
+    # Imported here, because torch takes seconds to import.
+    from rlsys.algorithms import optimizers
+
+    return optimizers.state_bytes(optimizer)
 
 
 def holds_reference(config: RunConfig, group: str) -> bool:
@@ -317,10 +329,11 @@ def _optimizer_step(rank: StageRank) -> float:
     if rank.optimizer is None:
         return 0.0
     if rank.config.cluster.device is Device.cpu:
-        # gloo copies a buffer of gradients; then Adam updates one parameter at a time.
-        return 4 * max(rank.shared, rank.experts) if rank.optimizer.distributed else 4 * 2 * rank.largest
-    # The optimiser of local layers updates all parameters at once.
-    return 0.0 if rank.engine else 4 * rank.shard
+        # gloo copies a buffer of gradients; then the optimiser updates one parameter at a time.
+        sharded = isinstance(rank.optimizer, AdamwConfig) and rank.optimizer.distributed
+        return 4 * max(rank.shared, rank.experts) if sharded else 4 * 2 * rank.largest
+    # torch's optimisers update all parameters at once; Transformer Engine's AdamW needs no temporary tensors.
+    return 0.0 if rank.engine and isinstance(rank.optimizer, AdamwConfig) else 4 * rank.shard
 
 
 def _runtime(rank: StageRank) -> float:

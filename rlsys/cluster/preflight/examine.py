@@ -27,7 +27,7 @@ from safetensors import SafetensorError, safe_open
 
 from rlsys.cluster.local_ray import RAY_PORT, ray_parent
 from rlsys.cluster.planning.host import SHARED_BYTES
-from rlsys.cluster.planning.memory import BYTES, GIB
+from rlsys.cluster.planning.memory import BYTES, GIB, state_bytes
 from rlsys.cluster.planning.placement import USABLE, fullest_device, launch_problems, memory_fix, parse_placement
 from rlsys.cluster.planning.resolve import make_plan
 from rlsys.cluster.preflight.machine import Gpus, RayCluster, SearchAnswer, ThisMachine, Unseen
@@ -491,13 +491,14 @@ def _output(config: RunConfig, parameters: int, machine: ThisMachine) -> Finding
 def _checkpoint_gib(config: RunConfig, parameters: int) -> float:
     """Return the size of one complete checkpoint in GiB.
 
-    Each trained parameter has its weight and three float32 numbers: the optimiser's master copy and both moments
-    (measured: 16.2 bytes per parameter for float32 weights). A moving reference adds its weights and a float32 copy.
+    Each trained parameter has its weight, a float32 copy and the optimiser's state (measured with AdamW: 16.2 bytes
+    per parameter for float32 weights). A moving reference adds its weights and a float32 copy.
     """
-    weight = BYTES[config.model.dtype]
-    trained = 1 + has_critic(config.algorithm)
+    weight = BYTES[config.model.dtype] + 4
+    states = [state_bytes(config.actor.optimizer)]
+    states += [state_bytes(config.critic.optimizer)] if has_critic(config.algorithm) else []
     moved = has_reference(config.algorithm) and moves_reference(config.algorithm)
-    return parameters * (trained * (weight + 12) + moved * (weight + 4)) / GIB
+    return parameters * (sum(weight + state for state in states) + moved * weight) / GIB
 
 
 def _checkpoints_at_once(config: RunConfig) -> int:

@@ -10,6 +10,13 @@ most positions (prompt, observations, padding) predict no target. Skipped positi
 the softmax and their backward passes; gradients at all other positions are the same as in the full computation.
 
 Parameters are identified by canonical names (`rlsys.weights.weight_map`), which number layers and experts globally.
+`StageModel` tells which of a process's parameters each use takes:
+
+    trainable      have gradients and optimiser state: `requires_grad`
+    loaded         are filled from a Hugging Face folder or a weight update: all that are in the weight map
+    exported       go to engines, the inference group and Hugging Face folders: `loaded`, without copies of tied tensors
+    checkpointed   are saved and followed by a reference policy: all, and persistent buffers
+
 `rlsys.trainer.export` loads and exports weights.
 """
 
@@ -35,7 +42,7 @@ from rlsys.trainer.mesh import MeshCoordinates
 from rlsys.trainer.model.layers import block_spec, choose_layers, fuse_accumulation, kernel_settings, transformer_config
 from rlsys.trainer.model.logprobs import VocabShard
 from rlsys.weights.checkpoint import sharded
-from rlsys.weights.weight_map import Architecture, WeightMap, expert_block, stage_layers
+from rlsys.weights.weight_map import Architecture, Entry, WeightMap, expert_block, stage_layers
 
 CHECKPOINT_METADATA: dict[str, Any] = {
     "distrib_optim_sharding_type": "fully_reshardable",
@@ -48,6 +55,9 @@ _EXPERT = re.compile(r"(?<=\.experts\.local_experts\.)\d+|(?<=\.experts\.linear_
 
 class TargetModel(GPTModel):
     """GPTModel that computes outputs only at positions that predict targets."""
+
+    beside: ClassVar[tuple[str, ...]] = ()
+    """Prefixes of the names of parameters that the Hugging Face model lacks: neither loaded nor exported."""
 
     def forward(self, input_ids: Tensor, predicting: Tensor, sequences: PackedSeqParams | None) -> Tensor:
         """Return the outputs in the order of `predicting`; on all stages but the last, return the hidden states.
@@ -156,15 +166,35 @@ class StageModel:
         """Vocabulary shard of this process's logits."""
         self.parameters: dict[str, torch.nn.Parameter] = {}
         """This process's parameters by canonical name."""
+        self.entries: dict[str, Entry] = {}
+        """Entries in the weight map of those parameters that are in it."""
         for name, parameter in self.module.named_parameters():
             # Megatron numbers layers and experts from 0 in every process.
             name = _LAYER.sub(lambda number: str(int(number[0]) + self.layers.start), name)
+            if name.startswith(self._MODULE.beside):
+                self.parameters[name] = parameter
+                continue
             entry = self.weights.entry(_EXPERT.sub(lambda number: str(int(number[0]) + self.experts.start), name))
-            self.parameters[entry.name] = parameter
+            self.parameters[entry.name], self.entries[entry.name] = parameter, entry
             if entry.expert is not None:
                 # With ep=1, Megatron reduces an expert's gradients like those of other parameters. But experts are not
                 # cut by TP, and TP ranks send them different tokens: reduce over TP as well.
                 parameter.allreduce = False
+        self.loaded = {name: self.parameters[name] for name in self.entries}
+        """Parameters that are filled from Hugging Face tensors."""
+        self.exported = {name: one for name, one in self.loaded.items() if self.entries[name].rule.exported}
+        """Parameters that are sent as Hugging Face tensors."""
+
+    @property
+    def trainable(self) -> dict[str, torch.nn.Parameter]:
+        """Parameters that have gradients and optimiser state."""
+        return {name: parameter for name, parameter in self.parameters.items() if parameter.requires_grad}
+
+    @property
+    def checkpointed(self) -> list[Tensor]:
+        """Floating-point tensors of a checkpoint: parameters and persistent buffers."""
+        state = self.module.state_dict(keep_vars=True)
+        return [value for value in state.values() if isinstance(value, Tensor) and value.is_floating_point()]
 
     def sharded_state(self) -> dict[str, Any]:
         """Return the model's part of a distributed checkpoint."""

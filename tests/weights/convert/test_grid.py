@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from rlsys.algorithms.losses import ValueLoss
-from rlsys.config.schema import Dtype, Layers, ModelConfig, OptimizerConfig, ParallelConfig
+from rlsys.config.schema import AdamwConfig, Dtype, Layers, ModelConfig, ParallelConfig
 from rlsys.trainer.actor import Actor, Critic
 from rlsys.trainer.batches import MicroBatch
 from rlsys.trainer.forward import context_shares, forward
@@ -97,7 +97,7 @@ def _load_compute_save(group: Group, folder: str, kind: Kind, cut: Cut) -> None:
     parallel.sequence_parallel = cut.tp > 1 and "moe" in kind.family
     config = ModelConfig(f"{folder}/model", Layers.local, kind.dtype)
     common: dict[str, Any] = {"total_steps": 9, "seed": 1}
-    place, adam = group.meet(), OptimizerConfig()
+    place, adam = group.meet(), AdamwConfig()
     learner: Actor | Critic = (
         Critic(place, config, parallel, adam, ValueLoss(0.3), **common)
         if kind.critic
