@@ -277,7 +277,7 @@ async def open_run(config: RunConfig, run_dir: Path, origin: Origin | None = Non
     heldout = heldout_questions(config)
     async with AsyncExitStack() as stack:
         progress = stack.enter_context(_progress(config, run_dir, history))
-        cost = flops_of(read_architecture(config.model.path))
+        cost = flops_of(read_architecture(config.model.path, config.model.family))
         log = RunLogger(config, run_dir, progress, cost, history, _decoder(config))
         stack.callback(log.close)
         rewards = Rewards(config.reward, config.task, config.compat)
@@ -422,7 +422,7 @@ def _sharder(
         settings.micro_batch_tokens,
         tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id,
         settings.packing is Packing.packed,
-        flops_of(read_architecture(config.model.path)),
+        flops_of(read_architecture(config.model.path, config.model.family)),
         mask_of,
         config.model.fp8,
     )
