@@ -146,7 +146,9 @@ def layer_spec_of(family: str) -> OwnComponent | None:
     given = load_family(family).layer_spec
     if given is None:
         return None
-    from rlsys.config.compose import typed  # Imported here: Hydra takes long to load, and most families have no function.
+    from rlsys.config.compose import (
+        typed,
+    )  # Imported here: Hydra takes long to load, and most families have no function.
 
     try:
         settings = typed(given, LayerSpec, LayerSpec.key)
@@ -424,7 +426,9 @@ class WeightMap:
         self.architecture = architecture
         self._rules = rules_of(architecture, values)
         self._by_name = {name.format(layer="#", expert="#"): rule for rule in self._rules for name in rule.megatron}
-        self._by_hf = {hf.format(layer="#", expert="#"): rule for rule in self._rules for hf in rule.hf if rule.exported}
+        self._by_hf = {
+            hf.format(layer="#", expert="#"): rule for rule in self._rules for hf in rule.hf if rule.exported
+        }
         policy = rules_of(replace(architecture, tied=False))
         self._of_policy = {hf for rule in policy if not rule.per_layer for hf in rule.hf}
         untied = {rule.megatron: rule.hf for rule in policy}

@@ -160,5 +160,11 @@ def test_missing_extra_and_changed_tensors_are_named() -> None:
     weights.predict(f"{LAYER}.mlp.experts.1.down_proj.weight", rows(0, 2))
     reported = {names[0]: sha256_prefix([norm]), "unsent.weight": sha256_prefix([norm])}
     reported[names[1]] = sha256_prefix([norm + 1e-6])
-    wrong = [names[1], names[2], f"{LAYER}.mlp.experts.w2_weight", f"{LAYER}.self_attn.qkv_proj.weight", "unsent.weight"]
+    wrong = [
+        names[1],
+        names[2],
+        f"{LAYER}.mlp.experts.w2_weight",
+        f"{LAYER}.self_attn.qkv_proj.weight",
+        "unsent.weight",
+    ]
     assert weights.mismatches([reported]) == sorted(wrong)

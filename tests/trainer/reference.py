@@ -70,10 +70,10 @@ def tiny_mistral(layers: int = 3, tied: bool = False, window: int | None = None)
 
 
 def tiny_glm4(layers: int = 3) -> PretrainedConfig:
-    """A GLM-4, whose family is not built in: `GLM4_FAMILY`."""
+    """A GLM-4, whose family is not built in: `GLM4_FAMILY`. In transformers, a padding token's embedding is not trained."""
     sizes = _sizes(layers, tied=False)
     rope = {"rope_type": "default", "rope_theta": 1234.0, "partial_rotary_factor": 0.5}
-    return Glm4Config(**{**sizes, "rope_parameters": rope}, head_dim=24, pad_token_id=0, eos_token_id=1)
+    return Glm4Config(**{**sizes, "rope_parameters": rope}, head_dim=24, pad_token_id=None, eos_token_id=1)
 
 
 GLM4_FAMILY = str(PROJECT / "examples/extend/family.yaml")

@@ -51,9 +51,7 @@ def logits_and_export(
     place = mesh.start(group.meet(), ParallelConfig(), seed=1)
     for name in names:
         path = folder / name
-        model = PolicyModel(
-            read_architecture(path, family), local_model(path, family=family), ParallelConfig(), place
-        )
+        model = PolicyModel(read_architecture(path, family), local_model(path, family=family), ParallelConfig(), place)
         load_hf(model, path)
         (logits,) = forward(model, context_shares(model, [_batch()]), lambda logits, _: logits)
         runs = export_plan(model, bucket_bytes=50_000)

@@ -272,7 +272,9 @@ def test_mistake_in_a_family_file_is_named(text: str, code: Code, key: str, tmp_
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize(("fraction", "dims"), [(1.0, 128), (0.5, 64), (0.02, 2), (0.03, None), (0.001, None), (2, None)])
+@pytest.mark.parametrize(
+    ("fraction", "dims"), [(1.0, 128), (0.5, 64), (0.02, 2), (0.03, None), (0.001, None), (2, None)]
+)
 def test_rotary_fraction_must_leave_pairs_of_dimensions(fraction: float, dims: int | None, tmp_path: Path) -> None:
     own = own_family(
         tmp_path, "extends: llama\nconfig: {rotary_fraction: [fraction, 1.0]}\nonly: {partial_rotary_factor: null}"

@@ -349,7 +349,11 @@ def engine_problems(config: RunConfig, world: int, model: Architecture) -> Itera
         )
     yield from capability_problems(config)
     if config.task.max_total_tokens > model.max_tokens:
-        limit = "positions" if model.max_tokens == model.max_positions else "tokens of sliding window, beyond which rlsys does not train"
+        limit = (
+            "positions"
+            if model.max_tokens == model.max_positions
+            else "tokens of sliding window, beyond which rlsys does not train"
+        )
         yield Problem.of(
             f"task.max_total_tokens={config.task.max_total_tokens} is above the model's {model.max_tokens} {limit}: lower it."
         )
