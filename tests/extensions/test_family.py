@@ -127,7 +127,7 @@ WRONG: dict[str, tuple[str, Code, str]] = {
     "cannot_be_built": ("", "user_code", "layer_spec"),
     "adds_a_tensor": ("", "mismatch", "model.family"),
     "changes_nothing": (ADDED, "mismatch", "model.family"),
-    "changes_a_shape": ("", "mismatch", "decoder.layers.0.mlp.linear_fc1.weight"),
+    "changes_a_shape": ("", "mismatch", "decoder.layers.0.mlp.linear_fc2.weight"),
 }
 """Toy -> (rest of its family's file, code and key of the error)."""
 
