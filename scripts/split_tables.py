@@ -30,7 +30,7 @@ def _lines() -> Iterator[str]:
     yield f"| experiment | devices | forward pass | training | inference | rollout | a step on {DEVICE} |"
     yield "| --- | --- | --- | --- | --- | --- | --- |"
     for config in gpu_experiments():
-        cost = StepCost(config, read_architecture(config.model.path))
+        cost = StepCost(config, read_architecture(config.model.path, config.model.family))
         stages, passes = cost.stages(), cost.training_passes()
         held = [len(cost.ranks[group]) for group in ("actor", "inference", "rollout")]
         trained = f"{passes['actor']} x" + (f", critic {passes['critic']} x" if "critic" in passes else "")

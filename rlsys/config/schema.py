@@ -99,6 +99,9 @@ class ModelConfig:
     fp8: bool = False
     """Run matrix products of all Megatron models in FP8; both the actor and the inference group use it, so that ratios
     start near 1. Needs Transformer Engine and an Ada, Hopper or newer GPU."""
+    family: str | None = None
+    """Model family: the path of a YAML file of your own, or the name of a built-in family; null takes the built-in family
+    named by `model_type` in config.json."""
 
 
 @dataclass

@@ -313,7 +313,7 @@ async def open_run(config: RunConfig, run_dir: Path, origin: Origin | None = Non
     heldout = heldout_questions(config)
     async with AsyncExitStack() as stack:
         progress = stack.enter_context(_progress(config, run_dir, history))
-        cost = flops_of(read_architecture(config.model.path))
+        cost = flops_of(read_architecture(config.model.path, config.model.family))
         declared = [metric for table in METRIC_TABLES.values() for metric in table]
         log = RunLogger(config, run_dir, progress, cost, history, _decoder(config), declared)
         stack.callback(log.close)
@@ -458,7 +458,7 @@ def _sharder(
         settings.micro_batch_tokens,
         tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id,
         settings.packing is Packing.packed,
-        flops_of(read_architecture(config.model.path)),
+        flops_of(read_architecture(config.model.path, config.model.family)),
         mask_of,
         config.model.fp8,
     )

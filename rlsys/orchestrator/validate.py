@@ -62,7 +62,7 @@ from rlsys.rollout.agent.episode import agent_of
 from rlsys.rollout.tools.interface import check_tools
 from rlsys.search.address import is_url
 from rlsys.search.index.backend import check_kind
-from rlsys.weights.weight_map import largest_tensor_bytes, read_architecture
+from rlsys.weights.weight_map import largest_tensor_bytes, layer_spec_of, read_architecture
 
 Ranks = dict[str, tuple[int, ...]]
 _SHAPE = ("hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers", "vocab_size")
@@ -152,8 +152,14 @@ def _layout(config: RunConfig) -> Iterator[Problem]:
     yield from _placement(config, ranks)
     yield from machine_problems(config, ranks)
     try:
+        if config.model.family is not None:
+            layer_spec_of(config.model.family)
+    except UserError as problem:
+        yield Problem("model.family", str(problem), problem.code)
+        return
+    try:
         check_shape(config.model.path)
-        architecture = read_architecture(config.model.path)
+        architecture = read_architecture(config.model.path, config.model.family)
     except UserError as problem:
         yield Problem("model.path", str(problem), problem.code)
         return
@@ -169,7 +175,7 @@ def _layout(config: RunConfig) -> Iterator[Problem]:
             "the whole vocabulary.",
             "mismatch",
         )
-    largest = largest_tensor_bytes(config.model.path, config.model.dtype)
+    largest = largest_tensor_bytes(architecture, config.model.dtype)
     if config.cluster.sync_bucket_bytes < largest:
         yield Problem(
             "cluster.sync_bucket_bytes",

@@ -150,6 +150,7 @@ def _rollout_worker(config: RunConfig, seed: int) -> Any:
         on_update=on_update(config),
         memory_saver=cluster.mode is Mode.colocated and cluster.device is Device.gpu,
         sampled_answers=config.compat.sampled_validation,
+        family=config.model.family,
     )
 
 

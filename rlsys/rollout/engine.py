@@ -107,9 +107,16 @@ class EngineDriver:
     """Drives the engine that `config` chooses on `model_path`. Call `start`, then `generate`, and `stop` at the end."""
 
     def __init__(
-        self, model_path: str, config: EngineConfig, device: Device, seed: int, memory_saver: bool = False
+        self,
+        model_path: str,
+        config: EngineConfig,
+        device: Device,
+        seed: int,
+        memory_saver: bool = False,
+        family: str | None = None,
     ) -> None:
-        """`memory_saver` makes `sleep` free device memory; it has no effect on a CPU."""
+        """`memory_saver` makes `sleep` free device memory; it has no effect on a CPU. `family` is the value of
+        `model.family`."""
         kind = f" {config.kind}" if isinstance(config, CustomEngine) else ""
         self._name = f"The engine{kind} on {model_path}"
         self._asleep_reason = f"{self._name} is asleep: wake it first."
@@ -117,7 +124,8 @@ class EngineDriver:
         self.frees_memory = memory_saver and device is Device.gpu
         """True if `sleep` frees the device's memory for other groups."""
         model, eos_id = _read(model_path)
-        self._engine = open_engine(EngineSetup(model_path, model, eos_id, device, config, seed, self.frees_memory))
+        setup = EngineSetup(model_path, model, eos_id, device, config, seed, self.frees_memory, family)
+        self._engine = open_engine(setup)
         longest: int = model.max_position_embeddings
         self._context_tokens = min(longest, self._engine.max_context or longest)
         self._liveness: Liveness | None = None
@@ -562,13 +570,14 @@ class RolloutWorker:
         on_update: OnUpdate = OnUpdate.finish,
         memory_saver: bool = False,
         sampled_answers: bool = False,
+        family: str | None = None,
     ) -> None:
         """`memory_saver` makes `sleep` free device memory; `sampled_answers` makes `answer` sample as in training."""
         self._sampled_answers = sampled_answers
         self._rollout = rollout
         self._on_update = on_update
         self._search = open_tool(search) if search.enabled else None
-        self.engine = EngineDriver(model_path, rollout.engine, device, seed, memory_saver)
+        self.engine = EngineDriver(model_path, rollout.engine, device, seed, memory_saver, family)
         self.engine.require_room(task)
         codec = Codec(AutoTokenizer.from_pretrained(model_path))
         self._tools = EpisodeTools(self.engine, self._search, codec, task)

@@ -64,6 +64,8 @@ class EngineSetup:
     """Seed of sampling; engines with different seeds sample differently."""
     frees_memory: bool
     """True if `sleep` shall free the memory of the GPU."""
+    family: str | None = None
+    """Value of `model.family`."""
 
 
 class RolloutEngine(ABC):

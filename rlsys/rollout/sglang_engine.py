@@ -124,19 +124,18 @@ class SglangEngine(RolloutEngine):
         import torch
 
         from rlsys.rollout.sglang_weights import CPU_WIDTH_PADDING, Layout, SglangWeights, sha256_prefix
+        from rlsys.weights.weight_map import WeightMap, read_architecture
 
-        hasher, model, on_cpu = sha256_prefix, self.setup.model, self.setup.device is Device.cpu
+        hasher, setup, on_cpu = sha256_prefix, self.setup, self.setup.device is Device.cpu
         if not on_cpu:
             from rlsys.rollout.sglang_process import gpu_hash as hasher
         layout = Layout(
             tp=self._config.tp,
-            kv_heads=model.num_key_value_heads,
-            tied=model.tie_word_embeddings,
             dtype=getattr(torch, self._config.dtype.value),
-            experts=self._experts,
             width_padding=CPU_WIDTH_PADDING if on_cpu else 1,
         )
-        return SglangWeights(layout, hasher)
+        architecture = read_architecture(setup.model_path, setup.family, weights_only=True)
+        return SglangWeights(WeightMap(architecture), layout, hasher)
 
     async def begin_update(self, version: int) -> None:
         """Open SGLang's session for an update; a failed update leaves it open."""

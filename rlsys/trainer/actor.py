@@ -266,7 +266,7 @@ class Actor(Learner, WeightSender):
 
         The actor's own reference, if the objective has one, starts from the weights at `model.path`.
         """
-        architecture = read_architecture(model.path)
+        architecture = read_architecture(model.path, model.family)
         coords = mesh.start(rendezvous, parallel, seed)
         self._policy = PolicyModel(architecture, model, parallel, coords)
         super().__init__("The actor", self._policy, optimizer, total_steps, scratch)
@@ -422,7 +422,7 @@ class Critic(Learner):
         scratch: str | Path = ".",
     ) -> None:
         """Join the group and build the value model of `model.path`'s architecture; call `load_hf` or `load` next."""
-        architecture = read_architecture(model.path)
+        architecture = read_architecture(model.path, model.family)
         values = ValueModel(architecture, model, parallel, mesh.start(rendezvous, parallel, seed))
         super().__init__("The critic", values, optimizer, total_steps, scratch)
         self._loss = loss

@@ -60,6 +60,13 @@ def shard_loader(model: StageModel, parameters: Mapping[str, Parameter] | None =
     into = model.loaded if parameters is None else parameters
 
     def store(name: str, shard: Tensor) -> None:
+        if into[name].shape != shard.shape:
+            raise UserError(
+                f"{name} has shape {list(into[name].shape)} in the layers of the family {model.architecture.family}, but "
+                f"{list(shard.shape)} in the weights: correct the family, or use the config.json of the weights.",
+                code="mismatch",
+                key=name,
+            )
         into[name].data.copy_(shard)
 
     return ShardLoader(model.weights, list(into), model.coords.tp, model.coords.tp_size, store)

@@ -252,7 +252,7 @@ class LogProbWorker(MegatronWorker, WeightSender):
         self.version: int | None = 0
         """Weight version of the policy; None during an update and after a failed one."""
         self._temperature, self._picks, self._recompute = temperature, picks, recompute
-        architecture = read_architecture(model.path)
+        architecture = read_architecture(model.path, model.family)
         super().__init__("The log-prob worker", mesh.start(rendezvous, parallel, seed), scratch, self._tensors)
 
         def loaded() -> PolicyModel:

@@ -1,6 +1,7 @@
 """Maps weights between Hugging Face and Megatron, and moves them: transport in buckets, checkpoints, conversion.
 
-- `weight_map`: the tensor map; `family/`: the model families as YAML; `flops`: the operations of a model.
+- `weight_map`: the tensor map; `family_file`: reads model families, `family/` has the built-in ones; `flops`: the
+  operations of a model.
 - `transport`: sends weights in buckets from the actor to engines and the inference group.
 - `checkpoint/`: checkpoints of a run, and readers and writers of Megatron's formats.
 - `convert/`: conversion in both directions; `hf_io`: safetensors files.

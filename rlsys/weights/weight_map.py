@@ -2,26 +2,7 @@
 
 Uses no process group or device. Invariant: `merge` undoes `shard` bit for bit, for every tensor and any TP size, EP
 size and pipeline split. Loading, weight sync and conversion all use this one map, so they agree. Sizes are available
-without importing torch.
-
-A family is a file `family/<model_type>.yaml`; a new file adds a family. Its sections:
-
-- `extends`: a base file. An entry of the family replaces the base entry of the same name; null removes that entry.
-- `config`: field of `Architecture` -> source. A source is a key of config.json, a value, or a list of keys and values,
-  of which the first one present counts. Keys of `rope_parameters` (formerly `rope_scaling`) count as keys of
-  config.json.
-- `only`: key of config.json -> its supported `values`; missing and null are always supported. `else` describes other
-  values in the error message. `computes: true` marks a key that changes the computation but not the weights: conversion
-  accepts any value of such a key.
-- `tensors`: Megatron tensor -> its description:
-  - `cut`: a value of `Cut`.
-  - `hf`: its Hugging Face tensors, with their shapes.
-  - `also`: its name under Transformer Engine, which fuses norms into the next linear layer and keeps all experts of a
-    layer in one module.
-  - `when`: condition for its presence: a flag of `Architecture`, or the kind of head (`logits` or `values`).
-  - `tied`: the tensor that it copies if embeddings are tied.
-
-Megatron names carry *global* layer and expert numbers, also under pipeline and expert parallelism.
+without importing torch. `rlsys.weights.family_file` describes a family's file.
 """
 
 from __future__ import annotations
@@ -29,7 +10,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import MISSING, dataclass, fields, replace
 from enum import Enum
 from functools import cache
 from itertools import accumulate, pairwise, starmap
@@ -37,18 +18,16 @@ from math import lcm, prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-import yaml
-
+from rlsys.config.custom import REQUIRED, Custom, OwnComponent, own_component
 from rlsys.config.schema import Dtype
 from rlsys.errors import Code, UserError
+from rlsys.weights.family_file import Family, Words, family_names, read_family
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 VOCAB_MULTIPLE = 128
 """Megatron's vocabulary is padded to a multiple of this number, so most TP sizes give the same shape."""
-FAMILIES = Path(__file__).with_name("family")  # Folder of the built-in family files.
-_SECTIONS = ("config", "only", "tensors")
 _HEADS = ("logits", "values")
 
 
@@ -60,7 +39,7 @@ class Cut(Enum):
     COLUMNS = "columns"  # One tensor, cut along dimension 1.
     VOCAB = "vocab"  # One tensor, padded with zero rows, cut along dimension 0.
     QKV = "qkv"  # Query, key and value, interleaved by query group, cut along dimension 0.
-    GATE_UP = "gate_up"  # Gate and up projection: each is cut along dimension 0, and rank r holds [gate_r; up_r].
+    GATE_UP = "gate_up"  # Gate and up projection, two tensors or one: rank r holds rows of both, [gate_r; up_r].
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +56,7 @@ class RopeScaling:
 class Architecture:
     """The sizes and choices of one model, read from its Hugging Face config."""
 
-    family: str
+    family: str  # Built-in family, or path of a YAML file.
     layers: int
     hidden: int
     heads: int
@@ -91,11 +70,18 @@ class Architecture:
     norm_eps: float
     rope_theta: float
     max_positions: int
+    window: int | None = None  # Number of tokens to which a token attends, itself included; None: all before it.
+    rotary_fraction: float = 1.0  # Share of a head's dimensions that carry rotary positions.
     rope: RopeScaling | None = None
     experts: int = 0  # Experts per layer; 0 for a dense model.
     experts_per_token: int = 0
     expert_ffn: int = 0  # Width of one expert's MLP.
     norm_topk: bool = False  # The router weights of a token's experts are normalised to a sum of 1.
+
+    @property
+    def max_tokens(self) -> int:
+        """Longest supported sequence. Within one window, attention is the same as without a window."""
+        return min(self.max_positions, self.window or self.max_positions)
 
     def padded_vocab(self, tp: int) -> int:
         """Return the number of rows of Megatron's embedding for TP size `tp`, padding included."""
@@ -104,12 +90,20 @@ class Architecture:
 
 
 _END = 1 << 62  # Exclusive limit on the numbers in a config.
-_KINDS: dict[Any, type] = {"int": int, "float": float, "bool": bool}
+_KINDS: dict[Any, type] = {"int": int, "int | None": int, "float": float, "bool": bool}
 _FIELDS = {field.name: _KINDS[field.type] for field in fields(Architecture) if field.type in _KINDS}
 """Fields that the `config` section may set -> their type."""
 _SIZES = ("hidden", "head_dim", "ffn", "experts", "expert_ffn", "vocab")
 _WIDTHS = {"query": "heads", "key_value": "kv_heads"}
-"""Words for sizes in the shapes of `tensors`: `_SIZES` are fields, `_WIDTHS` are fields times `head_dim`."""
+"""Words for sizes in the shapes of `tensors`: `_SIZES` are fields, `_WIDTHS` are fields times `head_dim`; `gate_up` is
+twice `ffn`."""
+_WORDS = Words(
+    fields=_FIELDS,
+    required=[field.name for field in fields(Architecture) if field.name in _FIELDS and field.default is MISSING],
+    parts={cut.value: {Cut.QKV: (3,), Cut.GATE_UP: (1, 2)}.get(cut, (1,)) for cut in Cut},
+    sizes=(*_SIZES, *_WIDTHS, "gate_up"),
+    conditions=(*_HEADS, *(name for name, kind in _FIELDS.items() if kind is bool)),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +115,7 @@ class Rule:
     shapes: tuple[tuple[int, ...], ...]  # Whole shapes of the Hugging Face tensors.
     cut: Cut
     exported: bool = True  # False for a copy of a tensor that another rule exports.
+    engine: str | None = None  # SGLang's name, with the same placeholders, if it fuses the Hugging Face tensors.
 
     @property
     def per_layer(self) -> bool:
@@ -133,14 +128,47 @@ class Rule:
         return "{expert}" in self.megatron[0]
 
 
-def rules_of(architecture: Architecture, values: bool = False, folder: Path = FAMILIES) -> tuple[Rule, ...]:
+class LayerSpec(Custom):
+    """The function that a family's `layer_spec` names."""
+
+    key = "layer_spec"
+    arguments = ("layer", "config")
+
+
+@cache
+def load_family(name: str) -> Family:
+    """Return the built-in family `name`, or the family of the YAML file `name`. Raises UserError."""
+    return read_family(name, _WORDS)
+
+
+def layer_spec_of(family: str) -> OwnComponent | None:
+    """Return the function that changes a family's layers; None if it has none. Raises UserError with the reason."""
+    given = load_family(family).layer_spec
+    if given is None:
+        return None
+    from rlsys.config.compose import (
+        typed,
+    )  # Imported here: Hydra takes long to load, and most families have no function.
+
+    try:
+        settings = typed(given, LayerSpec, LayerSpec.key)
+    except UserError as problem:
+        raise UserError(f"{family}: {problem}", code=problem.code, key=problem.key) from problem
+    for field in fields(settings):
+        if getattr(settings, field.name) == REQUIRED:
+            key = f"{LayerSpec.key}.{field.name}"
+            raise UserError(f"{family}: {key} has no value: add it.", code="missing", key=key)
+    return own_component(settings)
+
+
+def rules_of(architecture: Architecture, values: bool = False) -> tuple[Rule, ...]:
     """Return the rules of a model in order: for tensors before the layers, in each layer, and after the layers.
 
     With `values` the model has a value head instead of the output layer. With tied embeddings the last pipeline stage
     still holds its own matrix, a copy of the embedding that is loaded but not exported.
     """
-    tensors = _family(architecture.family, folder)["tensors"]
-    sizes = {word: getattr(architecture, word) for word in _SIZES}
+    tensors = load_family(architecture.family).tensors
+    sizes = {word: getattr(architecture, word) for word in _SIZES} | {"gate_up": 2 * architecture.ffn}
     sizes |= {word: getattr(architecture, heads) * architecture.head_dim for word, heads in _WIDTHS.items()}
     absent = _HEADS[0 if values else 1]
     rules = []
@@ -152,16 +180,19 @@ def rules_of(architecture: Architecture, values: bool = False, folder: Path = FA
         source = tensors[tensor["tied"]] if copy else tensor
         names = (name, tensor["also"]) if "also" in tensor else (name,)
         shapes = (tuple(sizes.get(size, size) for size in shape) for shape in source["hf"].values())
-        rules.append(Rule(names, tuple(source["hf"]), tuple(shapes), Cut(tensor["cut"]), exported=not copy))
+        cut, fused = Cut(tensor["cut"]), tensor.get("engine")
+        rules.append(Rule(names, tuple(source["hf"]), tuple(shapes), cut, exported=not copy, engine=fused))
     return tuple(rules)
 
 
-def read_architecture(path: str | Path, folder: Path = FAMILIES, *, weights_only: bool = False) -> Architecture:
-    """Read the architecture of the Hugging Face folder `path`; the family's file is in `folder` or built in.
+def read_architecture(path: str | Path, family: str | None = None, *, weights_only: bool = False) -> Architecture:
+    """Read the architecture of the Hugging Face folder `path`; `family` is the value of `model.family`.
 
     `weights_only` accepts unsupported settings that leave the weights unchanged, because no model is built. Raises
     UserError.
     """
+    if family is not None:
+        load_family(family)  # Its errors name the family's file; those below name config.json.
     file = Path(path) / "config.json"
     if not file.is_file():
         raise UserError(
@@ -176,26 +207,28 @@ def read_architecture(path: str | Path, folder: Path = FAMILIES, *, weights_only
             f"{file} is not JSON ({problem}): copy it from the original model.", code="malformed", key=str(file)
         ) from problem
     try:
-        return architecture_of(config if isinstance(config, dict) else {}, folder, weights_only=weights_only)
+        return architecture_of(config if isinstance(config, dict) else {}, family, weights_only=weights_only)
     except UserError as problem:
         raise UserError(f"{file}: {problem}", code=problem.code, key=problem.key) from problem
 
 
-def architecture_of(config: Any, folder: Path = FAMILIES, *, weights_only: bool = False) -> Architecture:
+def architecture_of(config: Any, family: str | None = None, *, weights_only: bool = False) -> Architecture:
     """Return the architecture of a config, given as the content of config.json or a transformers object.
 
     Raises UserError.
     """
     keys: dict[str, Any] = dict(config if isinstance(config, Mapping) else config.to_dict())
-    keys |= _rope(keys)
-    kind = keys.get("model_type")
-    if kind not in family_names(folder):
-        choices = ", ".join(family_names(folder))
+    kind = family or keys.get("model_type")
+    if family is None and kind not in family_names():
         raise UserError(
-            f"model_type is {kind}, which is not supported: use one of {choices}.", code="unsupported", key="model_type"
+            f"model_type is {kind}, which is not supported: use one of {', '.join(family_names())}, or set model.family "
+            "to a YAML file of your own.",
+            code="unsupported",
+            key="model_type",
         )
-    family = _family(kind, folder)
-    for key, rule in family["only"].items():
+    known = load_family(str(kind))
+    keys = known.defaults | keys | _rope(keys)
+    for key, rule in known.only.items():
         value = keys.get(key)
         if value is not None and value not in rule["values"] and not (weights_only and rule.get("computes")):
             choices = " or ".join(map(_written, rule["values"])) or "leaving it out"
@@ -204,10 +237,10 @@ def architecture_of(config: Any, folder: Path = FAMILIES, *, weights_only: bool 
                 code="unsupported",
                 key=key,
             )
-    values = {name: _read(keys, source, _FIELDS[name]) for name, source in family["config"].items()}
+    values = {name: _read(keys, source, _FIELDS[name]) for name, source in known.config.items()}
     values["head_dim"] = values["head_dim"] or values["hidden"] // values["heads"]
     if values["heads"] % values["kv_heads"] or not values["head_dim"]:
-        heads = str(family["config"]["heads"])
+        heads = str(known.config["heads"])
         raise UserError(
             f"{heads} is {values['heads']}, which does not fit {values['kv_heads']} key-value heads and a width of "
             f"{values['hidden']}: copy config.json from the original model.",
@@ -219,7 +252,22 @@ def architecture_of(config: Any, folder: Path = FAMILIES, *, weights_only: bool 
         original = ["original_max_position_embeddings", "max_position_embeddings"]
         factors = {name: _read(keys, name, float) for name in ("factor", "low_freq_factor", "high_freq_factor")}
         rope = RopeScaling(**factors, original_max_positions=_read(keys, original, int))
-    return Architecture(family=kind, rope=rope, **values)
+    found = Architecture(family=str(kind), rope=rope, **values)
+    if found.rotary_fraction != 1 and (rotary_dims(found) % 2 or not 0 < rotary_dims(found) <= found.head_dim):
+        source = known.config["rotary_fraction"]
+        name = str(source[0] if isinstance(source, list) else source)
+        raise UserError(
+            f"{name} is {found.rotary_fraction:g}, which gives rotary positions to {rotary_dims(found)} of the "
+            f"{found.head_dim} dimensions of a head: copy config.json from the original model.",
+            code="mismatch",
+            key=name,
+        )
+    return found
+
+
+def rotary_dims(architecture: Architecture) -> int:
+    """Return the number of a head's dimensions that carry rotary positions: the first ones."""
+    return int(architecture.head_dim * architecture.rotary_fraction)
 
 
 def _rope(keys: Mapping[str, Any]) -> dict[str, Any]:
@@ -268,45 +316,6 @@ def _read(keys: Mapping[str, Any], source: Any, kind: type) -> Any:
     )
 
 
-def family_names(folder: Path = FAMILIES) -> list[str]:
-    """Return every supported `model_type`, sorted."""
-    files = {*folder.glob("*.yaml"), *FAMILIES.glob("*.yaml")}
-    return sorted({file.stem for file in files if not file.stem.startswith("_")})
-
-
-@cache
-def _family(name: str, folder: Path) -> dict[str, Any]:
-    """Return the sections of a family's file, merged with the file that it extends.
-
-    Raises ValueError for unknown entries.
-    """
-    file = folder / f"{name}.yaml"
-    file = file if file.is_file() else FAMILIES / file.name
-    own: dict[str, Any] = yaml.safe_load(file.read_text())
-    base = _family(own.pop("extends"), folder) if "extends" in own else {}
-    merged = {section: base.get(section, {}) | own.pop(section, {}) for section in _SECTIONS}
-    family = {name: {key: x for key, x in entries.items() if x is not None} for name, entries in merged.items()}
-    unknown = [*own, *_unknown_words(family)]
-    if unknown:
-        raise ValueError(f"{file} has the unknown entry {unknown[0]}: see rlsys/weights/weight_map.py.")
-    return family
-
-
-def _unknown_words(family: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the unknown keys and values in a family's sections."""
-    cuts = {cut.value for cut in Cut}
-    whens = {*_HEADS, *(name for name, kind in _FIELDS.items() if kind is bool)}
-    yield from family["config"].keys() - _FIELDS.keys()
-    for key, rule in family["only"].items():
-        yield from (f"{key}: {word}" for word in (rule.keys() - {"computes"}) ^ {"values", "else"})
-    for name, tensor in family["tensors"].items():
-        yield from (f"{name}: {word}" for word in tensor.keys() - {"cut", "hf", "also", "when", "tied"})
-        words = {tensor["cut"]} - cuts | {tensor.get("when", _HEADS[0])} - whens
-        sizes = {size for shape in tensor["hf"].values() for size in shape if isinstance(size, str)}
-        words |= sizes - {*_SIZES, *_WIDTHS}
-        yield from (f"{name}: {word}" for word in words)
-
-
 ALIGNMENT = 64
 """Every tensor of a bucket or file starts at a multiple of this many bytes, so it can be viewed in its own dtype."""
 T = TypeVar("T")
@@ -317,15 +326,13 @@ def aligned(nbytes: int) -> int:
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
-def largest_tensor_bytes(model_path: str | Path, dtype: Dtype, folder: Path = FAMILIES) -> int:
-    """Return the size in bytes of the smallest bucket that can carry the weights of folder `model_path` as `dtype`.
+def largest_tensor_bytes(architecture: Architecture, dtype: Dtype) -> int:
+    """Return the size in bytes of the smallest bucket that can carry the weights of a model as `dtype`.
 
-    A bucket holds all Hugging Face tensors of one Megatron tensor (query, key and value; gate and up). Raises
-    UserError.
+    A bucket holds all Hugging Face tensors of one Megatron tensor (query, key and value; gate and up).
     """
     item = 4 if dtype is Dtype.float32 else 2
-    rules = rules_of(read_architecture(model_path, folder), folder=folder)
-    return max(sum(aligned(prod(shape) * item) for shape in rule.shapes) for rule in rules)
+    return max(sum(aligned(prod(shape) * item) for shape in rule.shapes) for rule in rules_of(architecture))
 
 
 def stage_layers(layers: int, pp: int, pp_layers: Sequence[int] | None = None) -> list[range]:
@@ -414,12 +421,15 @@ class Entry:
 class WeightMap:
     """The tensor map of one architecture."""
 
-    def __init__(self, architecture: Architecture, values: bool = False, folder: Path = FAMILIES) -> None:
-        """`values`: the model is a critic; a value head replaces the output layer. `folder` holds the family's file."""
+    def __init__(self, architecture: Architecture, values: bool = False) -> None:
+        """`values`: the model is a critic; a value head replaces the output layer."""
         self.architecture = architecture
-        self._rules = rules_of(architecture, values, folder)
+        self._rules = rules_of(architecture, values)
         self._by_name = {name.format(layer="#", expert="#"): rule for rule in self._rules for name in rule.megatron}
-        policy = rules_of(replace(architecture, tied=False), folder=folder)
+        self._by_hf = {
+            hf.format(layer="#", expert="#"): rule for rule in self._rules for hf in rule.hf if rule.exported
+        }
+        policy = rules_of(replace(architecture, tied=False))
         self._of_policy = {hf for rule in policy if not rule.per_layer for hf in rule.hf}
         untied = {rule.megatron: rule.hf for rule in policy}
         copies = [rule for rule in self._rules if not rule.exported]
@@ -437,6 +447,10 @@ class WeightMap:
         ):
             raise KeyError(megatron)
         return entry
+
+    def entry_of_hf(self, name: str) -> Entry:
+        """Look up the exported Megatron tensor that holds a Hugging Face tensor. Raises KeyError if there is none."""
+        return _entry(self._by_hf[_NUMBER.sub("#", name)], *map(int, _NUMBER.findall(name)))
 
     def entries(self) -> list[Entry]:
         """Return every exported Megatron tensor of the model in export order: layer by layer."""
@@ -499,7 +513,7 @@ class WeightMap:
         does not divide the cut dimension. `tp_size` may exceed the number of query groups.
         """
         if entry.rule.cut is Cut.GATE_UP:
-            return _joined([_piece(part, Cut.ROWS, tp_rank, tp_size) for part in parts])
+            return _joined([_piece(part, Cut.ROWS, tp_rank, tp_size) for part in halves(parts)])
         if entry.rule.cut is Cut.QKV:
             # Per query group: its query heads, then its key head, then its value head.
             groups = self.architecture.kv_heads
@@ -522,7 +536,8 @@ class WeightMap:
         elif cut is Cut.COLUMNS:
             parts = [_joined(shards, dim=1)]
         elif cut is Cut.GATE_UP:
-            parts = [_joined(halves) for halves in zip(*(shard.chunk(2) for shard in shards), strict=True)]
+            parts = [_joined(half) for half in zip(*(shard.chunk(2) for shard in shards), strict=True)]
+            parts = parts if len(entry.hf) == 2 else [_joined(parts)]
         elif cut is Cut.QKV:
             arch, fused = self.architecture, _joined(shards)
             sizes = [arch.heads // arch.kv_heads * arch.head_dim, arch.head_dim, arch.head_dim]
@@ -544,6 +559,11 @@ def _joined(parts: Sequence[Tensor], dim: int = 0) -> Tensor:
     import torch  # Imported here, so that size queries need not import torch.
 
     return parts[0] if len(parts) == 1 else torch.cat(list(parts), dim=dim)
+
+
+def halves(parts: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Return gate and up projection of a tensor with `Cut.GATE_UP`, whose Hugging Face parts are two tensors or one."""
+    return parts if len(parts) == 2 else parts[0].chunk(2)
 
 
 def _piece(whole: Tensor, cut: Cut, tp_rank: int, tp_size: int) -> Tensor:

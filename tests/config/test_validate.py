@@ -195,3 +195,11 @@ def test_impossible_layout_of_a_mixture_of_experts_is_refused_by_its_key(
     (tmp_path / "model" / "config.json").write_text(json.dumps(MIXTURE))
     place = "cluster.placement={actor: 0-3, inference: 4, rollout: 5}"
     assert f"actor.parallel.{key}" in keys_of(tiny_run(place, f"actor.parallel={parallel}"))
+
+
+def test_sequence_may_be_as_long_as_the_sliding_window(tiny_run: TinyRun, tmp_path: Path) -> None:
+    total = tiny_run().task.max_total_tokens
+    for window, fits in ((total, True), (total - 1, False), (None, True)):
+        shape = {**SHAPE, "model_type": "mistral", "sliding_window": window}
+        (tmp_path / "model" / "config.json").write_text(json.dumps(shape))
+        assert ("task.max_total_tokens" not in keys_of(tiny_run())) == fits

@@ -12,7 +12,7 @@ ROWS = re.findall(
     (PROJECT / "docs/extending.md").read_text(),
     re.MULTILINE,
 )
-NOT_IN_THE_SCHEMA = {"search.index_kind"}
+NOT_IN_THE_SCHEMA = {"model.family", "search.index_kind"}
 """Keys that name a component without a group of its own."""
 
 

@@ -6,6 +6,7 @@ Each row of a tensor is filled with a number that identifies it.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,15 +15,28 @@ import torch
 from rlsys.rollout.sglang_weights import Layout, SglangWeights, sha256_prefix
 from rlsys.rollout.staging import StagedVersion
 from rlsys.weights.transport import ChecksumError, bucket_memory, pack_into, unpack
+from rlsys.weights.weight_map import WeightMap, architecture_of
 from tests.support.tensors import digest_of, pack
+from tests.trainer import reference
 
 TENSORS = [(f"model.layers.{n}.input_layernorm.weight", torch.arange(50.0) + n) for n in range(4)]
-SPLIT = [("m.q_proj.bias", torch.tensor([1.0])), *TENSORS], [(f"m.{x}_proj.bias", torch.tensor([2.0])) for x in "kv"]
+ATTENTION = "model.layers.0.self_attn"
+SPLIT = (
+    [(f"{ATTENTION}.q_proj.bias", torch.tensor([1.0])), *TENSORS],
+    [(f"{ATTENTION}.{x}_proj.bias", torch.tensor([2.0])) for x in "kv"],
+)
 """Tensors of two buckets, of which the engine fuses one of the first with those of the second."""
 
 
+def weight_map(family: str = "qwen2", **changes: Any) -> WeightMap:
+    """Map of a tiny model with two key-value heads, `changes` are fields of its architecture. Its sizes do not matter."""
+    if family == "glm4":
+        return WeightMap(architecture_of(reference.tiny_glm4(), reference.GLM4_FAMILY))
+    return WeightMap(replace(architecture_of(reference.TINY[family]()), **changes))
+
+
 def staged() -> StagedVersion:
-    return StagedVersion(3, SglangWeights(Layout(tp=1, kv_heads=1, tied=True, dtype=torch.float32), sha256_prefix))
+    return StagedVersion(3, SglangWeights(weight_map(), Layout(tp=1, dtype=torch.float32), sha256_prefix))
 
 
 @pytest.mark.parametrize("case", ["from host memory", "kept on a device", "moved", "moved later"])
@@ -43,7 +57,7 @@ def test_staged_tensors_are_those_received_though_the_lent_memory_changes(case: 
         assert record.name == name
         assert torch.equal(arrived, tensor)
     assert list(version.pop_buckets()) == [], "tensors are kept after they were handed out"
-    fused = {"m.qkv_proj.bias": sha256_prefix([torch.tensor([1.0, 2.0, 2.0])])}
+    fused = {f"{ATTENTION}.qkv_proj.bias": sha256_prefix([torch.tensor([1.0, 2.0, 2.0])])}
     assert version.weights.mismatches([fused | {name: sha256_prefix([tensor]) for name, tensor in TENSORS}]) == []
     with pytest.raises(ChecksumError, match=SPLIT[1][0][0]):
         staged().stage(buckets[1], to_host=case == "moved")
@@ -70,40 +84,51 @@ def columns(first: int, count: int) -> torch.Tensor:
 
 
 def layout(**changes: Any) -> Layout:
-    return Layout(**{"tp": 2, "kv_heads": 2, "tied": True, "dtype": torch.float32, **changes})
+    return Layout(**{"tp": 2, "dtype": torch.float32, **changes})
 
 
-QKV = {"v_proj": rows(20, 2), "q_proj": rows(0, 4), "k_proj": rows(10, 2)}
-GATE_UP = {"up_proj": rows(5, 3), "gate_proj": rows(1, 3)}
+QWEN2, MOE, GLM4 = weight_map(), weight_map("qwen3_moe", experts=2), weight_map("glm4")
+QKV = {"self_attn.v_proj": rows(20, 2), "self_attn.q_proj": rows(0, 4), "self_attn.k_proj": rows(10, 2)}
+GATE_UP = {"mlp.up_proj": rows(5, 3), "mlp.gate_proj": rows(1, 3)}
 EXPERTS = {
-    "experts.1.up_proj": rows(70, 4),
-    "experts.0.gate_proj": rows(0, 4),
-    "experts.1.gate_proj": rows(60, 4),
-    "experts.0.up_proj": rows(10, 4),
+    "mlp.experts.1.up_proj": rows(70, 4),
+    "mlp.experts.0.gate_proj": rows(0, 4),
+    "mlp.experts.1.gate_proj": rows(60, 4),
+    "mlp.experts.0.up_proj": rows(10, 4),
 }
-DOWN = {"experts.1.down_proj": columns(50, 4), "experts.0.down_proj": columns(40, 4)}
+HELD = [[0, 1, 10, 11, 60, 61, 70, 71], [2, 3, 12, 13, 62, 63, 72, 73]]
+DOWN = {"mlp.experts.1.down_proj": columns(50, 4), "mlp.experts.0.down_proj": columns(40, 4)}
 PADDED = layout(tp=1, width_padding=4)
+LAYER = "model.layers.0"
 
 
 @pytest.mark.parametrize(
-    ("layout", "sent", "name", "held"),
+    ("weights", "layout", "sent", "name", "held"),
     [
-        (layout(), QKV, "qkv_proj.weight", [[0, 1, 10, 20], [2, 3, 11, 21]]),
-        (layout(tp=4), QKV, "qkv_proj.weight", [[0, 10, 20], [1, 10, 20], [2, 11, 21], [3, 11, 21]]),
-        (layout(), {"down_proj": columns(0, 4)}, "down_proj.weight", [[0, 0], [2, 2]]),
-        (layout(), {"norm": torch.tensor([7.0, 8.0])}, "norm.weight", [[7, 8], [7, 8]]),
-        (layout(), {"embed_tokens": rows(1, 65)}, "embed_tokens.weight", [[*range(1, 65)], [65] + [0] * 63]),
-        (layout(experts=2), EXPERTS, "experts.w13_weight", [[0, 1, 10, 11, 60, 61, 70, 71], [2, 3, 12, 13, 62, 63, 72, 73]]),
-        (layout(experts=2), DOWN, "experts.w2_weight", [[40, 40, 50, 50], [42, 42, 52, 52]]),
-        (layout(experts=2), {"gate": rows(90, 2)}, "gate.weight", [[90, 91], [90, 91]]),
-        (PADDED, GATE_UP, "gate_up_proj.weight", [[1, 2, 3, 0, 5, 6, 7, 0]]),
-        (PADDED, {"down_proj": torch.tensor([[1.0, 2.0, 3.0]])}, "down_proj.weight", [[1, 2, 3, 0]]),
+        (QWEN2, layout(), QKV, "self_attn.qkv_proj.weight", [[0, 1, 10, 20], [2, 3, 11, 21]]),
+        (QWEN2, layout(tp=4), QKV, "self_attn.qkv_proj.weight", [[0, 10, 20], [1, 10, 20], [2, 11, 21], [3, 11, 21]]),
+        (QWEN2, layout(), {"self_attn.o_proj": columns(0, 4)}, "self_attn.o_proj.weight", [[0, 0], [2, 2]]),
+        (QWEN2, layout(), {"mlp.down_proj": columns(0, 4)}, "mlp.down_proj.weight", [[0, 0], [2, 2]]),
+        (QWEN2, layout(), {"input_layernorm": torch.tensor([7.0, 8.0])}, "input_layernorm.weight", [[7, 8], [7, 8]]),
+        (MOE, layout(), EXPERTS, "mlp.experts.w13_weight", HELD),
+        (MOE, layout(), DOWN, "mlp.experts.w2_weight", [[40, 40, 50, 50], [42, 42, 52, 52]]),
+        (MOE, layout(), {"mlp.gate": rows(90, 2)}, "mlp.gate.weight", [[90, 91], [90, 91]]),
+        (QWEN2, PADDED, GATE_UP, "mlp.gate_up_proj.weight", [[1, 2, 3, 0, 5, 6, 7, 0]]),
+        (QWEN2, PADDED, {"mlp.down_proj": torch.tensor([[1.0, 2.0, 3.0]])}, "mlp.down_proj.weight", [[1, 2, 3, 0]]),
+        (GLM4, layout(), {"mlp.gate_up_proj": rows(0, 8)}, "mlp.gate_up_proj.weight", [[0, 1, 4, 5], [2, 3, 6, 7]]),
+        (GLM4, layout(), {"post_mlp_layernorm": torch.tensor([7.0, 8.0])}, "post_mlp_layernorm.weight", [[7, 8], [7, 8]]),
     ],
 )  # fmt: skip
 def test_tensor_of_each_rank_is_predicted(
-    layout: Layout, sent: dict[str, torch.Tensor], name: str, held: list[list[float]]
+    weights: WeightMap, layout: Layout, sent: dict[str, torch.Tensor], name: str, held: list[list[float]]
 ) -> None:
     """`held` has the first column of each rank's matrix, or the only row if the matrix has one."""
+    predicted = prediction(weights, layout, {f"{LAYER}.{module}.weight": tensor for module, tensor in sent.items()})
+    assert predicted == [{f"{LAYER}.{name}": values} for values in held]
+
+
+def prediction(weights: WeightMap, layout: Layout, sent: dict[str, torch.Tensor]) -> list[dict[str, list[float]]]:
+    """The tensors that each rank holds."""
     seen: list[list[float]] = []
 
     def remember(parts: Sequence[torch.Tensor]) -> str:
@@ -111,22 +136,35 @@ def test_tensor_of_each_rank_is_predicted(
         seen.append((tensor if tensor.dim() == 1 else tensor[0] if len(tensor) == 1 else tensor[:, 0]).tolist())
         return str(len(seen) - 1)
 
-    weights = SglangWeights(layout, remember)
-    for module, tensor in sent.items():
-        weights.predict(f"layers.0.{module}.weight", tensor)
-    assert [hashes.keys() for hashes in weights.hashes] == [{f"layers.0.{name}"}] * layout.tp
-    assert [seen[int(key)] for hashes in weights.hashes for key in hashes.values()] == held
+    check = SglangWeights(weights, layout, remember)
+    for name, tensor in sent.items():
+        check.predict(name, tensor)
+    return [{name: seen[int(key)] for name, key in hashes.items()} for hashes in check.hashes]
+
+
+def test_vocabulary_is_padded_and_a_tied_output_layer_is_no_tensor_of_the_engine() -> None:
+    sent = {"model.embed_tokens.weight": rows(1, 65), "lm_head.weight": rows(1, 65)}
+    padded = [[*range(1, 65)], [65] + [0] * 63]
+    tied = [{"model.embed_tokens.weight": values} for values in padded]
+    assert prediction(QWEN2, layout(), sent) == tied
+    both = [held | {"lm_head.weight": values} for held, values in zip(tied, padded, strict=True)]
+    assert prediction(weight_map(tied=False), layout(), sent) == both
 
 
 def test_missing_extra_and_changed_tensors_are_named() -> None:
-    weights = SglangWeights(layout(tp=1, experts=2), sha256_prefix)
-    norm = torch.tensor([1.0])
-    for name in ("norm.weight", "extra.weight", "changed.weight"):
+    weights = SglangWeights(MOE, layout(tp=1), sha256_prefix)
+    norm, names = torch.tensor([1.0]), [f"model.layers.{layer}.input_layernorm.weight" for layer in range(3)]
+    for name in names:
         weights.predict(name, norm)
-    weights.predict("m.up_proj.weight", rows(0, 2))
-    weights.predict("lm_head.weight", rows(0, 2))  # The embedding is tied, so the engine has no such tensor.
-    weights.predict("m.experts.1.down_proj.weight", rows(0, 2))
-    reported = {"norm.weight": sha256_prefix([norm]), "unsent.weight": sha256_prefix([norm])}
-    reported["changed.weight"] = sha256_prefix([norm + 1e-6])
-    wrong = ["changed.weight", "extra.weight", "m.experts.w2_weight", "m.gate_up_proj.weight", "unsent.weight"]
-    assert weights.mismatches([reported]) == wrong
+    weights.predict(f"{LAYER}.self_attn.q_proj.weight", rows(0, 2))
+    weights.predict(f"{LAYER}.mlp.experts.1.down_proj.weight", rows(0, 2))
+    reported = {names[0]: sha256_prefix([norm]), "unsent.weight": sha256_prefix([norm])}
+    reported[names[1]] = sha256_prefix([norm + 1e-6])
+    wrong = [
+        names[1],
+        names[2],
+        f"{LAYER}.mlp.experts.w2_weight",
+        f"{LAYER}.self_attn.qkv_proj.weight",
+        "unsent.weight",
+    ]
+    assert weights.mismatches([reported]) == sorted(wrong)

@@ -1,4 +1,4 @@
-"""Tiny models of every family that is trained at scale, and a reward term that each can earn.
+"""Tiny models of families, and a reward term that each can earn.
 
 The Qwen2 is the tiny policy, which has learnt to search. The other models are random, and their tokenizer has one token
 per character, so that random samples are tokenised again to the same tokens.
@@ -10,7 +10,15 @@ from string import ascii_letters, digits, punctuation
 
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, PreTrainedTokenizerFast, Qwen3MoeConfig
+from transformers import (
+    AutoModelForCausalLM,
+    Glm4Config,
+    LlamaConfig,
+    MistralConfig,
+    PretrainedConfig,
+    PreTrainedTokenizerFast,
+    Qwen3MoeConfig,
+)
 
 from rlsys.data.question import Question
 from rlsys.data.trajectory import Trajectory
@@ -55,7 +63,20 @@ def _qwen3_moe(**sizes: object) -> PretrainedConfig:
     )
 
 
-_RANDOM: dict[str, Callable[..., PretrainedConfig]] = {"llama": _llama, "qwen3_moe": _qwen3_moe}
+def _mistral(**sizes: object) -> PretrainedConfig:
+    return MistralConfig(**sizes, head_dim=32, sliding_window=None)
+
+
+def _glm4(**sizes: object) -> PretrainedConfig:
+    return Glm4Config(**sizes, head_dim=32, pad_token_id=None)
+
+
+_RANDOM: dict[str, Callable[..., PretrainedConfig]] = {
+    "glm4": _glm4,
+    "llama": _llama,
+    "mistral": _mistral,
+    "qwen3_moe": _qwen3_moe,
+}
 
 
 def tiny_model(family: str, folder: Path, seed: int = 0) -> Path:

@@ -29,9 +29,11 @@ OPTIMIZER = AdamwConfig(lr=3e-3, weight_decay=0.1)
 TOTAL_STEPS = 3
 
 
-def local_model(path: Path | str, dtype: Dtype = Dtype.float32, recompute: bool = False) -> ModelConfig:
+def local_model(
+    path: Path | str, dtype: Dtype = Dtype.float32, recompute: bool = False, family: str | None = None
+) -> ModelConfig:
     """Config of the model at `path` for a run on a CPU."""
-    return ModelConfig(str(path), Layers.local, dtype, recompute)
+    return ModelConfig(str(path), Layers.local, dtype, recompute, family=family)
 
 
 def make_actor(
@@ -43,10 +45,11 @@ def make_actor(
     *,
     dtype: Dtype = Dtype.float32,
     recompute: bool = False,
+    family: str | None = None,
     scratch: Path | str = ".",
 ) -> Actor:
     """An actor without weights, in the next process group that `group` forms."""
-    config = local_model(model, dtype, recompute)
+    config = local_model(model, dtype, recompute, family)
     return Actor(group.meet(), config, parallel or ParallelConfig(), optimizer, objective, TOTAL_STEPS, 1, scratch)
 
 

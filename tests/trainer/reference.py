@@ -8,12 +8,22 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
+from transformers import (
+    AutoModelForCausalLM,
+    Glm4Config,
+    LlamaConfig,
+    MistralConfig,
+    PretrainedConfig,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 
 from rlsys.algorithms.losses import LossFunction, LossInputs, policy_loss
 from rlsys.config.algorithm import AlgorithmConfig, PpoLoss
 from rlsys.config.schema import AdamwConfig, SgdConfig
 from rlsys.trainer.batches import MicroBatch
+from tests.support.paths import PROJECT
 from tests.support.tensors import randomised
 
 ALGORITHM = AlgorithmConfig(policy_loss=PpoLoss(clip_high=0.28), kl_coef=0.1, entropy_coef=0.01)
@@ -55,8 +65,21 @@ def tiny_llama3(layers: int = 3, tied: bool = False) -> PretrainedConfig:
     return LlamaConfig(**{**_sizes(layers, tied), "rope_parameters": rope})
 
 
+def tiny_mistral(layers: int = 3, tied: bool = False, window: int | None = None) -> PretrainedConfig:
+    return MistralConfig(**_sizes(layers, tied), head_dim=24, sliding_window=window)
+
+
+def tiny_glm4(layers: int = 3) -> PretrainedConfig:
+    """A GLM-4, whose family is not built in: `GLM4_FAMILY`. In transformers, a padding token's embedding is not trained."""
+    sizes = _sizes(layers, tied=False)
+    rope = {"rope_type": "default", "rope_theta": 1234.0, "partial_rotary_factor": 0.5}
+    return Glm4Config(**{**sizes, "rope_parameters": rope}, head_dim=24, pad_token_id=None, eos_token_id=1)
+
+
+GLM4_FAMILY = str(PROJECT / "examples/extend/family.yaml")
 TINY: dict[str, Callable[..., PretrainedConfig]] = {
     "llama": tiny_llama3,
+    "mistral": tiny_mistral,
     "qwen2": tiny_config,
     "qwen3": tiny_qwen3,
     "qwen3_moe": tiny_qwen3_moe,

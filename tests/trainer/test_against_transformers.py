@@ -14,7 +14,7 @@ from rlsys.trainer.batches import MicroBatch, collate
 from rlsys.trainer.log_prob import LogProbWorker, ReferencePlan
 from rlsys.trainer.optimizer import learning_rate
 from rlsys.weights.transport import Bucket, ChecksumError, unpack
-from rlsys.weights.weight_map import largest_tensor_bytes
+from rlsys.weights.weight_map import largest_tensor_bytes, read_architecture
 from tests.support.megatron_processes import Group, on_ranks
 from tests.support.tensors import digest_of
 from tests.trainer import reference
@@ -40,6 +40,7 @@ MORE_LAYOUTS = {
     # The TP ranks outnumber the two key-value heads.
     "tp4": (Layout(tp=4, tied=False), "qwen3"),
     "pp3-dp2": (Layout(pp=3, dp=2, tied=False), "llama"),
+    "tp2-dp2-sp": (Layout(tp=2, dp=2, sequence_parallel=True, tied=False), "mistral"),
     "cp4-not-distributed": (Layout(cp=4, distributed=False), "qwen2"),
     "tp2-cp2-pp2": (Layout(tp=2, cp=2, pp=2, pp_layers=(1, 2), sequence_parallel=True, recompute=True), "qwen2"),
     "moe-pp2-dp2-ep2": (Layout(pp=2, dp=2, ep=2, pp_layers=(1, 2), tied=False, recompute=True), "qwen3_moe"),
@@ -62,10 +63,10 @@ def _half_packed(batches: list[MicroBatch], layout: Layout) -> list[MicroBatch]:
     ]
 
 
-def _in_group(group: Group, layout: Layout, model: Path) -> dict[str, Any]:
+def _in_group(group: Group, layout: Layout, model: Path, family: str | None) -> dict[str, Any]:
     results: dict[str, Any] = {}
     optimizer = replace(OPTIMIZER, distributed=layout.distributed)
-    actor = make_actor(group, model, layout.parallel, optimizer, recompute=layout.recompute)
+    actor = make_actor(group, model, layout.parallel, optimizer, recompute=layout.recompute, family=family)
     place = actor.coords
     actor.load_hf(model)
     results["initial"] = weights_of(actor)
@@ -78,12 +79,12 @@ def _in_group(group: Group, layout: Layout, model: Path) -> dict[str, Any]:
         for piece in (mine[:step], [*mine[step : step + 1], filler], mine[step + 1 :]):
             actor.accumulate(piece)
         results["applied"].append(actor.apply())
-    buckets = export(actor, largest_tensor_bytes(model, Dtype.float32))
+    buckets = export(actor, largest_tensor_bytes(read_architecture(model, family), Dtype.float32))
     assert group.rank or len(buckets) > 3
     results["trained"] = {r.name: t.clone() for b in buckets for r, t in unpack(b)}
     box: list[Any] = [buckets, digest_of(buckets)]
     torch.distributed.broadcast_object_list(box, src=0)
-    config = local_model(model, recompute=layout.recompute)
+    config = local_model(model, recompute=layout.recompute, family=family)
     worker = LogProbWorker(group.meet(), config, layout.parallel, reference.TEMPERATURE, 1, FIXED)
     probe = _half_packed(_steps()[0][:3], layout)
     results["before"] = worker.compute(probe)
@@ -127,8 +128,12 @@ def _of_trained(values: np.ndarray, batch: MicroBatch) -> np.ndarray:
     [*LAYOUTS, *(pytest.param(*case, id=name, marks=pytest.mark.slow) for name, case in MORE_LAYOUTS.items())],
 )
 def test_training_and_logprobs_equal_transformers(layout: Layout, family: str, tmp_path: Path) -> None:
-    model = reference.make_model(reference.TINY[family](tied=layout.tied), tmp_path / "model")
-    ranks = on_ranks(_in_group, layout.processes, layout, model)
+    check_training(layout, reference.make_model(reference.TINY[family](tied=layout.tied), tmp_path / "model"))
+
+
+def check_training(layout: Layout, model: Path, family: str | None = None) -> None:
+    """Assert that training and log-probs of a model equal those of transformers; `family` is as in `model.family`."""
+    ranks = on_ranks(_in_group, layout.processes, layout, model, family)
     first, reporting = ranks[0], ranks[layout.reporting[0]]
 
     untrained = reference.load(model)

@@ -17,7 +17,7 @@ from rlsys.trainer import export as export_module
 from rlsys.trainer.export import export_plan
 from rlsys.trainer.log_prob import LogProbWorker
 from rlsys.weights.transport import Bucket, digest, unpack
-from rlsys.weights.weight_map import largest_tensor_bytes
+from rlsys.weights.weight_map import largest_tensor_bytes, read_architecture
 from tests.support import transport_ends as ends
 from tests.support.megatron_processes import Group, on_ranks
 from tests.support.tensors import digest_of, pack
@@ -28,7 +28,7 @@ from tests.trainer.harness import export, local_model, make_actor
 def _in_process(group: Group, model: Path, other: Path) -> None:
     actor = make_actor(group, model)
     actor.load_hf(other)
-    smallest = largest_tensor_bytes(model, Dtype.float32)
+    smallest = largest_tensor_bytes(read_architecture(model), Dtype.float32)
     buckets = export(actor, smallest)
     assert max(bucket.data.nbytes for bucket in buckets) == smallest
     with pytest.raises(RunError, match=f"cluster.sync_bucket_bytes={smallest - 1}"):

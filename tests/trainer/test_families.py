@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -25,6 +24,8 @@ WIDTH = 120
 FAMILIES: dict[str, PretrainedConfig] = {
     "llama": reference.tiny_llama3(),
     "llama, tied": reference.tiny_llama3(tied=True),
+    "mistral": reference.tiny_mistral(),
+    "mistral, as long as its window": reference.tiny_mistral(window=WIDTH),
     "qwen2": reference.tiny_config(tied=False),
     "qwen2, tied": reference.tiny_config(),
     "qwen3": reference.tiny_qwen3(),
@@ -42,12 +43,15 @@ def _batch() -> MicroBatch:
     return MicroBatch(tokens, lengths, mask, np.zeros(tokens.shape, np.float32))
 
 
-def _logits_and_export(group: Group, folder: Path, names: Sequence[str]) -> dict[str, Any]:
+def logits_and_export(
+    group: Group, folder: Path, names: Sequence[str], family: str | None = None
+) -> dict[str, tuple[Tensor, dict[str, Tensor]]]:
+    """Logits and exported tensors of the models `names` in `folder`; `family` is as in `model.family`."""
     results = {}
     place = mesh.start(group.meet(), ParallelConfig(), seed=1)
     for name in names:
         path = folder / name
-        model = PolicyModel(read_architecture(path), local_model(path), ParallelConfig(), place)
+        model = PolicyModel(read_architecture(path, family), local_model(path, family=family), ParallelConfig(), place)
         load_hf(model, path)
         (logits,) = forward(model, context_shares(model, [_batch()]), lambda logits, _: logits)
         runs = export_plan(model, bucket_bytes=50_000)
@@ -58,14 +62,18 @@ def _logits_and_export(group: Group, folder: Path, names: Sequence[str]) -> dict
 def test_logits_of_every_family_equal_transformers(tmp_path: Path) -> None:
     for name, config in FAMILIES.items():
         reference.make_model(config, tmp_path / name)
-    (found,) = on_ranks(_logits_and_export, 1, tmp_path, list(FAMILIES))
+    (found,) = on_ranks(logits_and_export, 1, tmp_path, list(FAMILIES))
     for name, (logits, exported) in found.items():
-        expected = _expected(tmp_path / name)
-        torch.testing.assert_close(logits[:, : reference.VOCAB], expected, rtol=2e-5, atol=5e-5, msg=name)
-        original = HfReader(tmp_path / name)
-        assert original.names() == exported.keys(), name
-        for tensor, value in exported.items():
-            assert torch.equal(original.get(tensor), value), (name, tensor)
+        check_model(tmp_path / name, logits, exported)
+
+
+def check_model(path: Path, logits: Tensor, exported: dict[str, Tensor]) -> None:
+    """Assert that the results of `logits_and_export` equal what transformers computes and what the folder holds."""
+    torch.testing.assert_close(logits[:, : reference.VOCAB], _expected(path), rtol=2e-5, atol=5e-5, msg=path.name)
+    original = HfReader(path)
+    assert original.names() == exported.keys(), path.name
+    for tensor, value in exported.items():
+        assert torch.equal(original.get(tensor), value), (path.name, tensor)
 
 
 def _expected(path: Path) -> Tensor:

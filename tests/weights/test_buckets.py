@@ -152,10 +152,11 @@ def test_largest_tensor_bytes_is_the_smallest_bucket_that_holds_every_parameter(
     config = reference.TINY[family]()
     config.update(changes)
     config.save_pretrained(tmp_path)
-    size = largest_tensor_bytes(tmp_path, dtype)
+    architecture = read_architecture(tmp_path)
+    size = largest_tensor_bytes(architecture, dtype)
     room = np.empty(size, dtype=np.uint8)
     full = 0
-    for entry in WeightMap(read_architecture(tmp_path)).entries():
+    for entry in WeightMap(architecture).entries():
         shapes = zip(entry.hf, entry.rule.shapes, strict=True)
         parts = [(name, torch.empty(shape, dtype=getattr(torch, dtype))) for name, shape in shapes]
         pack_into(room, parts)

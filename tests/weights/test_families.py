@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from math import prod
 from pathlib import Path
 from typing import Any
 
 import pytest
 from safetensors.torch import load_file
-from transformers import AutoConfig, AutoModelForCausalLM, MistralConfig, PretrainedConfig
+from transformers import AutoConfig, PretrainedConfig
 
 from rlsys.errors import Code
+from rlsys.weights.family_file import family_names
 from rlsys.weights.weight_map import (
     RopeScaling,
     WeightMap,
     architecture_of,
-    family_names,
     read_architecture,
+    rotary_dims,
 )
 from tests.support.hf_models import configs, make_model
 from tests.support.refusals import refused
@@ -46,7 +48,13 @@ QWEN3_30B_A3B = QWEN3_0_6B | json.loads("""{"model_type": "qwen3_moe", "decoder_
     "intermediate_size": 6144, "mlp_only_layers": [], "moe_intermediate_size": 768, "norm_topk_prob": true,
     "num_attention_heads": 32, "num_experts": 128, "num_experts_per_tok": 8, "num_hidden_layers": 48,
     "num_key_value_heads": 4, "tie_word_embeddings": false}""")
+MISTRAL_7B = json.loads("""{"model_type": "mistral", "hidden_act": "silu", "hidden_size": 4096,
+    "intermediate_size": 14336, "max_position_embeddings": 32768, "num_attention_heads": 32, "num_hidden_layers": 32,
+    "num_key_value_heads": 8, "rms_norm_eps": 1e-05, "rope_theta": 1000000.0, "sliding_window": null,
+    "tie_word_embeddings": false, "vocab_size": 32768}""")
 PUBLISHED = {
+    "Mistral-7B-v0.3": (MISTRAL_7B, 7_248_023_552),
+    "Mistral-7B-v0.1": (MISTRAL_7B | {"sliding_window": 4096, "vocab_size": 32000}, 7_241_732_096),
     "DeepSeek-R1-Distill-Qwen-7B": (QWEN_7B, 7_615_616_512),
     "DeepSeek-R1-Distill-Llama-8B": (LLAMA_8B, 8_030_261_248),
     "Qwen3-0.6B": (QWEN3_0_6B, 596_049_920),
@@ -76,6 +84,7 @@ def of_transformers(config: PretrainedConfig) -> dict[str, Any]:
         "norm_eps": config.rms_norm_eps,
         "rope_theta": rope["rope_theta"],
         "max_positions": config.max_position_embeddings,
+        "window": config.sliding_window if config.model_type == "mistral" else None,
         "rope": RopeScaling(8.0, 1.0, 4.0, 8192) if rope["rope_type"] == "llama3" else None,
         "experts": config.num_experts if moe else 0,
         "experts_per_token": config.num_experts_per_tok if moe else 0,
@@ -183,40 +192,92 @@ def test_refused_config_file_is_named(tmp_path: Path, content: str | None, code:
     assert str(tmp_path) in str(caught.value)
 
 
-MISTRAL = """
-extends: _decoder
-only:
-  sliding_window: {values: [], else: attention within a sliding window}
-"""
+@pytest.mark.parametrize(("change", "longest"), [({}, 32768), ({"sliding_window": 4096}, 4096), (None, 4096)])
+def test_sequences_may_be_as_long_as_the_sliding_window(change: dict[str, Any] | None, longest: int) -> None:
+    """Without the key, transformers assumes a window; null means none."""
+    rest = {key: value for key, value in MISTRAL_7B.items() if key != "sliding_window"}
+    assert architecture_of(rest if change is None else MISTRAL_7B | change).max_tokens == longest
 
 
-def test_new_family_needs_only_one_file(tmp_path: Path) -> None:
-    """One YAML file adds a family that rlsys lacks (Mistral); its weight map matches the tensors of transformers."""
-    families, model = tmp_path / "families", tmp_path / "model"
-    families.mkdir()
-    sizes: Any = {"vocab_size": 50, "hidden_size": 16, "intermediate_size": 12, "num_hidden_layers": 2}
-    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 6}
-    AutoModelForCausalLM.from_config(MistralConfig(**sizes, sliding_window=None)).save_pretrained(model)
+def own_family(folder: Path, text: str) -> str:
+    (folder / "own.yaml").write_text(text)
+    return str(folder / "own.yaml")
+
+
+def test_family_of_ones_own_is_one_file(tmp_path: Path) -> None:
+    """A file changes fields, tensors and supported keys of a model of any type; the built-in families stay."""
+    own = own_family(
+        tmp_path,
+        "extends: llama\nconfig: {qkv_bias: [with_bias, true]}\nonly: {mlp_bias: null, odd: {values: [1], else: oddness}}",
+    )
+    config = LLAMA_8B | {"model_type": "made-up", "mlp_bias": True}
+    found = architecture_of(config, own)
+    assert (found.family, found.qkv_bias, found.rope) == (own, True, RopeScaling(8.0, 1.0, 4.0, 8192))
+    names = WeightMap(found).hf_names()
+    assert names - WeightMap(architecture_of(LLAMA_8B)).hf_names() == {
+        f"model.layers.{layer}.self_attn.{part}_proj.bias" for layer in range(32) for part in "qkv"
+    }
+    assert architecture_of(config | {"mlp_bias": False}, "qwen2").qkv_bias, "a built-in family can be named too"
+    with refused("unsupported", "odd"):
+        architecture_of(config | {"odd": 2}, own)
     with refused("unsupported", "model_type"):
-        read_architecture(model)
-    (families / "mistral.yaml").write_text(MISTRAL)
-    weights = WeightMap(read_architecture(model, families), folder=families)
-    assert mapped(weights) == written(model)
-    with refused("unsupported", "sliding_window"):
-        architecture_of(MistralConfig(**sizes, sliding_window=4096), families)
-    assert family_names(families) == sorted([*family_names(), "mistral"])
+        architecture_of(config)
+
+
+@pytest.mark.parametrize("family", ["nothing", "nothing.yaml"])
+def test_family_that_does_not_exist_is_refused_with_the_list(family: str) -> None:
+    with refused("not_found" if "." in family else "unknown", "model.family") as caught:
+        architecture_of(LLAMA_8B, family)
+    assert all(name in str(caught.value) for name in family_names())
 
 
 @pytest.mark.parametrize(
-    ("text", "word"),
+    ("text", "code", "key"),
     [
-        ("config: {layers_of_it: n}", "layers_of_it"),
-        ("only: {hidden_act: {values: [silu]}}", "hidden_act: else"),
-        ("tensors: {a.b: {cut: diagonal, hf: {c: [hidden]}}}", "a.b: diagonal"),
-        ("tensors: {a.b: {cut: rows, hf: {c: [hidden]}, when: tuesday}}", "a.b: tuesday"),
+        ("a: [", "malformed", "own.yaml"),
+        ("[]", "wrong_type", ""),
+        ("layers: 3", "unknown", "layers"),
+        ("extends: gpt2", "unknown", "extends"),
+        ("extends: [qwen2]", "unknown", "extends"),
+        ("layer_spec: 3", "wrong_type", "layer_spec"),
+        ("layer_spec: {interleaved: true}", "wrong_type", "layer_spec"),
+        ("config: 3", "wrong_type", "config"),
+        ("config: {layers_of_it: n}", "unknown", "config.layers_of_it"),
+        ("config: {layers: {n: 3}}", "wrong_type", "config.layers"),
+        ("config: {layers: null}", "missing", "config.layers"),
+        ("only: {hidden_act: [silu]}", "wrong_type", "only.hidden_act"),
+        ("only: {hidden_act: {values: [silu]}}", "missing", "only.hidden_act.else"),
+        ("only: {hidden_act: {values: silu, else: no}}", "wrong_type", "only.hidden_act.values"),
+        ("tensors: {a.b: [c]}", "wrong_type", "tensors.a.b"),
+        ("tensors: {a.b: {hf: {c: [hidden]}}}", "missing", "tensors.a.b.cut"),
+        ("tensors: {a.b: {cut: whole}}", "missing", "tensors.a.b.hf"),
+        ("tensors: {a.b: {cut: diagonal, hf: {c: [hidden]}}}", "unknown", "tensors.a.b.cut"),
+        ("tensors: {a.b: {cut: whole, hf: {c: [hidden]}, size: 3}}", "unknown", "tensors.a.b.size"),
+        ("tensors: {a.b: {cut: whole, hf: {c: [hidden]}, when: tuesday}}", "unknown", "tensors.a.b.when"),
+        ("tensors: {a.b: {cut: whole, hf: {c: [hidden]}, tied: a.c}}", "unknown", "tensors.a.b.tied"),
+        ("tensors: {a.b: {cut: whole, hf: {c: [width]}}}", "unknown", "tensors.a.b.hf.c"),
+        ("tensors: {a.b: {cut: whole, hf: {c: hidden}}}", "unknown", "tensors.a.b.hf.c"),
+        ("tensors: {a.b: {cut: qkv, hf: {c: [hidden]}}}", "mismatch", "tensors.a.b.hf"),
+        ("tensors: {'a.{n}': {cut: whole, hf: {c: [hidden]}}}", "malformed", "tensors.a.{n}"),
+        ("tensors: {'a.{layer}': {cut: whole, hf: {c: [hidden]}}}", "malformed", "tensors.a.{layer}.hf"),
+        ("tensors: {'a.{layer}': {cut: whole, hf: {'c.{layer': [hidden]}}}", "malformed", "tensors.a.{layer}.hf"),
+        ("tensors: {a.b: {cut: whole, hf: {c: [hidden]}, engine: 'd.{layer}'}}", "malformed", "tensors.a.b.engine"),
     ],
 )
-def test_unknown_word_in_a_family_file_is_named(text: str, word: str, tmp_path: Path) -> None:
-    (tmp_path / "other.yaml").write_text(f"extends: _decoder\n{text}\n")
-    with pytest.raises(ValueError, match=word):
-        architecture_of(LLAMA_8B | {"model_type": "other"}, tmp_path)
+def test_mistake_in_a_family_file_is_named(text: str, code: Code, key: str, tmp_path: Path) -> None:
+    file = own_family(tmp_path, text if "extends" in text or text == "[]" else f"extends: _decoder\n{text}\n")
+    with refused(code, file if key == "own.yaml" else key) as caught:
+        architecture_of(LLAMA_8B, file)
+    assert file in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("fraction", "dims"), [(1.0, 128), (0.5, 64), (0.02, 2), (0.03, None), (0.001, None), (2, None)]
+)
+def test_rotary_fraction_must_leave_pairs_of_dimensions(fraction: float, dims: int | None, tmp_path: Path) -> None:
+    own = own_family(
+        tmp_path, "extends: llama\nconfig: {rotary_fraction: [fraction, 1.0]}\nonly: {partial_rotary_factor: null}"
+    )
+    with nullcontext() if dims else refused("mismatch", "fraction"):
+        assert rotary_dims(architecture_of(LLAMA_8B | {"fraction": fraction}, own)) == dims

@@ -30,6 +30,7 @@ from tests.support.refusals import refused
 from tests.trainer import reference
 
 FAMILIES = {name: architecture_of(config()) for name, config in reference.TINY.items()}
+FAMILIES["glm4"] = architecture_of(reference.tiny_glm4(), reference.GLM4_FAMILY)
 QWEN2, MOE = FAMILIES["qwen2"], FAMILIES["qwen3_moe"]
 
 
@@ -56,12 +57,12 @@ def expected_shard(arch: Architecture, name: str, parts: Sequence[Tensor], rank:
         each = len(rows) // tp
         return torch.stack(rows[rank * each : (rank + 1) * each])
     if "linear_fc1" in name:
-        gate, up = parts
+        gate, up = parts if len(parts) == 2 else (parts[0][: arch.ffn], parts[0][arch.ffn :])
         each = len(gate) // tp
         mine = range(rank * each, (rank + 1) * each)
         return torch.stack([gate[row] for row in mine] + [up[row] for row in mine])
     (whole,) = parts
-    if "linear_proj" in name or "linear_fc2" in name:
+    if name.endswith(("linear_proj.weight", "linear_fc2.weight")):
         each = whole.shape[1] // tp
         return torch.stack([whole[:, rank * each + i] for i in range(each)], dim=1)
     if name in ("embedding.word_embeddings.weight", "output_layer.weight"):
@@ -129,6 +130,7 @@ def _divides(arch: Architecture, tp: int) -> bool:
 @settings(max_examples=50)
 @given(case=cases(), values=st.booleans(), random=st.randoms())
 @example(case=Case(QWEN2, 2, 1, [1, 2]), values=False, random=Random(1))
+@example(case=Case(FAMILIES["glm4"], 2, 1, [1, 2]), values=False, random=Random(1))
 @example(case=Case(MOE, 2, 2, [2, 1]), values=False, random=Random(1))
 def test_every_layout_shards_as_megatron_reads_and_merges_bit_for_bit(case: Case, values: bool, random: Random) -> None:
     """Tensors come in any order; a TP size that does not divide them is refused."""

@@ -248,7 +248,7 @@ async def opened(
             report("checking the search server")
             await require()
         report("loading the model")
-        folder = stack.enter_context(as_hf(model, work))
+        folder = stack.enter_context(as_hf(model, work, config.model.family))
         config = replace(config, model=replace(config.model, path=str(folder)))
         codec = open_codec(folder, str(model.folder))
         report(f"starting {engine}")

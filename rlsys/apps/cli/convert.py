@@ -36,6 +36,8 @@ ShardSize = Annotated[str, Option(help="Largest file size, such as 500MB or 5GB.
 _PROCESSES = "Processes that write in parallel; by default one per core for a large model."
 Processes = Annotated[int | None, Option(help=_PROCESSES)]
 Config = Annotated[Path | None, Option(help="Hugging Face folder with the config of a Megatron checkpoint.")]
+_FAMILY = "YAML file of a model family of your own, as in model.family."
+OfFamily = Annotated[str | None, Option("--family", help=_FAMILY)]
 _ORIGINAL = "Original Hugging Face folder, for config and tokenizer; its weights are not read."
 _VALUES = "Make a critic, with a zero value head if the model has none."
 _LOGITS = "Compare logits too, if memory allows."
@@ -49,6 +51,7 @@ def mg2hf(
     dtype: Dtype = None,
     shard_size: ShardSize = "5GB",
     processes: Processes = None,
+    family: OfFamily = None,
 ) -> None:
     """Convert Megatron to Hugging Face. An interrupted conversion continues."""
     with warnings.catch_warnings(action="ignore"):
@@ -56,7 +59,9 @@ def mg2hf(
 
         with _bar("written") as show:
             shard_bytes = parse_size(shard_size)
-            outcome = megatron_to_hf(src, dst, hf, dtype=dtype, shard_bytes=shard_bytes, processes=processes, show=show)
+            outcome = megatron_to_hf(
+                src, dst, hf, family=family, dtype=dtype, shard_bytes=shard_bytes, processes=processes, show=show
+            )
     _report(outcome, dst)
 
 
@@ -73,6 +78,7 @@ def hf2mg(
     dtype: Dtype = None,
     values: Annotated[bool, Option("--values", help=_VALUES)] = False,
     processes: Processes = None,
+    family: OfFamily = None,
 ) -> None:
     """Convert Hugging Face to Megatron. An interrupted conversion continues."""
     if pp_layers is not None and not re.fullmatch(r"\d+(,\d+)*", pp_layers):
@@ -89,7 +95,14 @@ def hf2mg(
         parallel = ParallelConfig(tp=tp, pp=pp, pp_layers=layers, ep=ep)
         with _bar("written") as show:
             outcome = hf_to_megatron(
-                src, dst, parallel=parallel, dtype=dtype, values=values, processes=processes, show=show
+                src,
+                dst,
+                family=family,
+                parallel=parallel,
+                dtype=dtype,
+                values=values,
+                processes=processes,
+                show=show,
             )
     _report(outcome, dst)
 
@@ -99,6 +112,7 @@ def verify(
     a: Annotated[Path, Argument(help="Hugging Face folder or Megatron checkpoint.")],
     b: Annotated[Path, Argument(help="Model to compare with, of either kind.")],
     hf: Config = None,
+    family: OfFamily = None,
     logits: Annotated[bool, Option("--logits/--no-logits", help=_LOGITS)] = True,
 ) -> None:
     """Compare two models. Covers names, shapes, dtypes, checksums and logits. Exits with 1 if they differ."""
@@ -109,7 +123,7 @@ def verify(
 
         disable_progress_bar()
         with _bar("read") as show:
-            verdict = compare(a, b, hf=hf, logits=logits, show=show)
+            verdict = compare(a, b, hf=hf, family=family, logits=logits, show=show)
     _print_verdict(verdict)
     raise typer.Exit(0 if verdict.same else 1)
 
@@ -118,13 +132,14 @@ def verify(
 def info(
     src: Annotated[Path, Argument(help="Hugging Face folder or Megatron checkpoint.")],
     hf: Config = None,
+    family: OfFamily = None,
     as_json: Annotated[bool, Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Describe a model. Shows format, step, layout, architecture, size and dtypes."""
     with warnings.catch_warnings(action="ignore"):
         from rlsys.weights.convert.model_folder import info as look
 
-        found = look(src, hf)
+        found = look(src, hf, family)
     if as_json:
         typer.echo(json.dumps(asdict(found), indent=2))
     else:

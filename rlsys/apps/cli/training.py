@@ -48,7 +48,7 @@ def train(
     validate(config)
     if dry_run:
         plan = make_plan(config)
-        if faster := faster_split(config, read_architecture(config.model.path)):
+        if faster := faster_split(config, read_architecture(config.model.path, config.model.family)):
             plan["notes"].append(faster)
         typer.echo(json.dumps(plan, indent=2) if as_json else render_plan(plan))
         return

@@ -83,16 +83,18 @@ def verify(
     second: str | Path,
     *,
     hf: str | Path | None = None,
+    family: str | None = None,
     logits: bool = True,
     show: Callable[[int, int], None] | None = None,
 ) -> Comparison:
     """Compare two models, each a Hugging Face folder or a Megatron checkpoint. Raises UserError.
 
-    `hf`: Hugging Face folder with the config of a checkpoint that does not include its config. Reads every byte, one
+    `hf`: Hugging Face folder with the config of a checkpoint that does not include its config. `family`: as in
+    `model.family`. Reads every byte, one
     tensor at a time; `show` receives the bytes read so far and the total bytes of both models.
     """
     config = None if hf is None else Path(hf)
-    sides = open_model(Path(first), config), open_model(Path(second), config)
+    sides = open_model(Path(first), config, family), open_model(Path(second), config, family)
     specs = sides[0].specs(), sides[1].specs()
     for side in sides:
         side.check_repeated()
@@ -115,7 +117,7 @@ def verify(
     if logits and any(difference.what in ("present", "shape") for difference in differences):
         note = "Logits were not compared: the models have different shapes."
     elif logits:
-        note = _not_computed(sides) or _too_large(sides[0])
+        note = _not_computed(sides, family) or _too_large(sides[0])
         check = None if note else _check_logits(*sides)
     return Comparison(len(specs[0].keys() | specs[1].keys()), sizes[0], differences, check, note)
 
@@ -136,12 +138,12 @@ def _differences(
             yield TensorDifference(name, "bytes", sums[0][name], sums[1][name])
 
 
-def _not_computed(sides: Iterable[StoredModel]) -> str:
+def _not_computed(sides: Iterable[StoredModel], family: str | None) -> str:
     """Return a sentence for the user if Megatron does not support the config of a checkpoint; else an empty string."""
     try:
         for side in sides:
             if not isinstance(side, HfModel):
-                read_architecture(side.model)
+                read_architecture(side.model, family)
     except UserError as error:
         return f"Logits were not compared: {error}"
     return ""
@@ -171,7 +173,7 @@ def _check_logits(first: StoredModel, second: StoredModel) -> LogitsCheck:
 def prompts(side: StoredModel) -> np.ndarray[Any, np.dtype[np.int64]]:
     """Return random tokens [prompts, length] of the vocabulary, including its first and last token."""
     vocab = side.architecture.vocab
-    length = min(LENGTH, side.architecture.max_positions)
+    length = min(LENGTH, side.architecture.max_tokens)
     tokens = np.random.default_rng(0).integers(0, vocab, size=(PROMPTS, length))
     tokens[0, :2] = 0, vocab - 1
     return tokens

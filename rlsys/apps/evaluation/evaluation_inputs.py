@@ -221,7 +221,7 @@ def find_model(path: Path, hf: Path | None, given: str) -> Model:
 
 
 @contextmanager
-def as_hf(model: Model, work: Path) -> Iterator[Path]:
+def as_hf(model: Model, work: Path, family: str | None) -> Iterator[Path]:
     """Yield the model as a Hugging Face folder, converted below `work` if necessary. Raises UserError for non-text models."""
     if model.original is None:
         _require_policy(model.folder, model.folder)
@@ -232,7 +232,7 @@ def as_hf(model: Model, work: Path) -> Iterator[Path]:
 
     with TemporaryDirectory(dir=work, prefix=".model-") as room:
         converted = Path(room) / "hf"
-        megatron_to_hf(model.folder, converted, model.original)
+        megatron_to_hf(model.folder, converted, model.original, family=family)
         _require_policy(converted, model.folder)
         yield converted
 

@@ -196,7 +196,7 @@ def evaluate_into_folder(inputs: EvaluationInputs, method: EvaluationMethod, sho
         with (
             Console(stderr=True).status("starting") as status,
             noting(folder) as note,
-            as_hf(inputs.model, folder) as path,
+            as_hf(inputs.model, folder, config.model.family) as path,
         ):
             here = replace(config, output_dir=str(folder), model=replace(config.model, path=str(path)))
             evaluation = run_to_end(run_evaluation(here, questions, method, status.update, note))
@@ -266,7 +266,7 @@ async def open_generator(config: RunConfig, engine: str) -> AsyncIterator[Stream
         if is_about(problem, "rollout.engine"):  # Not about schedules and placements, which only training has.
             raise as_error(problem)
     if engine == "sglang":
-        require_its_weights(Path(config.model.path))
+        require_its_weights(Path(config.model.path), config.model.family)
     generator = EngineDriver(config.model.path, config.rollout.engine, config.cluster.device, config.trainer.seed)
     generator.require_room(config.task)
     try:
@@ -312,7 +312,7 @@ def open_codec(folder: str | Path, given: str) -> Codec:
         ) from problem
 
 
-def require_its_weights(folder: Path) -> None:
+def require_its_weights(folder: Path, family: str | None = None) -> None:
     """Raise UserError if the weights in the folder do not match its config.
 
     SGLang would initialise missing weights at random. Model families that rlsys does not support are not checked.
@@ -323,7 +323,7 @@ def require_its_weights(folder: Path) -> None:
     from rlsys.weights.weight_map import WeightMap
 
     try:
-        architecture = architecture_in(folder)
+        architecture = architecture_in(folder, family)
     except UserError:
         return
     check_hf(HfReader(folder), WeightMap(architecture), folder, values=False)

@@ -348,10 +348,14 @@ def engine_problems(config: RunConfig, world: int, model: Architecture) -> Itera
             f"rollout.engine.tp={tp} does not divide the model's {model.heads} attention heads: choose a divisor."
         )
     yield from capability_problems(config)
-    if config.task.max_total_tokens > model.max_positions:
+    if config.task.max_total_tokens > model.max_tokens:
+        limit = (
+            "positions"
+            if model.max_tokens == model.max_positions
+            else "tokens of sliding window, beyond which rlsys does not train"
+        )
         yield Problem.of(
-            f"task.max_total_tokens={config.task.max_total_tokens} is above the model's {model.max_positions} positions: "
-            "lower it."
+            f"task.max_total_tokens={config.task.max_total_tokens} is above the model's {model.max_tokens} {limit}: lower it."
         )
     engine = config.rollout.engine
     room = engine.kv_cache_tokens if isinstance(engine, SglangConfig) else None

@@ -21,7 +21,7 @@ _SIZES = ("tp", "pp", "cp", "ep", "dp", "engines")
 def make_plan(config: RunConfig) -> dict[str, Any]:
     """Return the resolved plan of `config` as plain data."""
     ranks = parse_placement(config.cluster.placement, has_critic(config.algorithm))
-    model = read_architecture(config.model.path)
+    model = read_architecture(config.model.path, config.model.family)
     trainer, algorithm = config.trainer, config.algorithm
     sizes = derived.mini_batch_sizes(trainer.prompts_per_step, trainer.mini_batches)
     names = sorted(megatron_groups(config), key=("actor", "inference", "critic").index)

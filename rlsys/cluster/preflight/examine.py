@@ -156,7 +156,7 @@ def examine(
         yield from _ray_findings(config, ranks, ray, machine)
     yield from _room_findings(config, _plan(config), machine)
     if MODEL not in bad:
-        yield from model_findings(Path(config.model.path))
+        yield from model_findings(Path(config.model.path), config.model.family)
     question = ""
     for key, path in (("task.train_path", config.task.train_path), ("task.eval_path", config.task.eval_path)):
         if key not in bad:
@@ -563,13 +563,13 @@ def spoken(gib: float) -> str:
     return f"{gib:.1f} GiB" if gib >= 1 else f"{gib * 1024:.1f} MiB"
 
 
-def model_findings(folder: Path) -> Iterator[Finding]:
+def model_findings(folder: Path, family: str | None = None) -> Iterator[Finding]:
     """Check the weights and the tokenizer of a model folder whose config.json is valid."""
-    problems = list(_weight_problems(folder))
+    problems = list(_weight_problems(folder, family))
     yield from (wrong(MODEL, sentence, _AGAIN) for sentence in problems)
     if not problems:
         size = sum(file.stat().st_size for file in HfReader(folder).files()) / GIB
-        tensors = len(WeightMap(read_architecture(folder)).hf_names())
+        tensors = len(WeightMap(read_architecture(folder, family)).hf_names())
         yield ok(MODEL, f"{folder}: all {tensors} tensors, {spoken(size)}")
     yield _tokenizer(folder)
 
@@ -587,7 +587,7 @@ def data_findings(key: str, path: Path) -> tuple[Finding, Question | None]:
     return ok(key, f"{path}: {spoken(size)}, the first row is a question with an answer"), question
 
 
-def _weight_problems(folder: Path) -> Iterator[str]:
+def _weight_problems(folder: Path, family: str | None) -> Iterator[str]:
     """Yield missing and damaged weight files; if all are intact, missing tensors and wrong shapes."""
     try:
         # Files listed in the index, or all if there is no index.
@@ -609,7 +609,7 @@ def _weight_problems(folder: Path) -> Iterator[str]:
     if not files or missing or damaged:
         return
     try:
-        reader, weights = HfReader(folder), WeightMap(read_architecture(folder))
+        reader, weights = HfReader(folder), WeightMap(read_architecture(folder, family))
         weights.check_hf_names(reader.names())
     except UserError as problem:
         yield str(problem)

@@ -42,6 +42,7 @@ from torch.distributed import ProcessGroup
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import linear, scaled_dot_product_attention, silu
 
+from rlsys.config.custom import OwnComponent, described
 from rlsys.config.schema import Dtype, Layers, ModelConfig, ParallelConfig
 from rlsys.errors import UserError
 from rlsys.observe.environment import Capabilities
@@ -209,13 +210,17 @@ def _experts_config(architecture: Architecture, parallel: ParallelConfig) -> dic
     }
 
 
-def block_spec(config: TransformerConfig, layers: Layers) -> Any:
-    """Return the spec of GPTModel's decoder; `layers` is the result of `choose_layers`."""
+def block_spec(config: TransformerConfig, layers: Layers, own: OwnComponent | None = None) -> Any:
+    """Return the spec of GPTModel's decoder; `layers` is the result of `choose_layers`.
+
+    `own` is the function of a family whose layers differ (`layer_spec` in its file). It gets the spec of a layer and
+    Megatron's config, may change both, and returns the spec.
+    """
     if layers is Layers.te:
         layer = get_gpt_layer_with_transformer_engine_spec(
             num_experts=config.num_moe_experts, moe_grouped_gemm=True, qk_layernorm=config.qk_layernorm
         )
-        return _routed(layer, config)
+        return _changed(_routed(layer, config), config, own)
     layer = get_gpt_layer_local_spec(
         num_experts=config.num_moe_experts, qk_layernorm=config.qk_layernorm, normalization="RMSNorm"
     )
@@ -224,9 +229,17 @@ def block_spec(config: TransformerConfig, layers: Layers) -> Any:
     if config.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
     layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = RMSNorm
-    return TransformerBlockSubmodules(
-        layer_specs=[_routed(layer, config)] * get_num_layers_to_build(config), layer_norm=RMSNorm
-    )
+    layer = _changed(_routed(layer, config), config, own)
+    return TransformerBlockSubmodules(layer_specs=[layer] * get_num_layers_to_build(config), layer_norm=RMSNorm)
+
+
+def _changed(layer: ModuleSpec, config: TransformerConfig, own: OwnComponent | None) -> ModuleSpec:
+    if own is None:
+        return layer
+    changed = own(layer, config)
+    if not isinstance(changed, ModuleSpec):
+        raise own.error(f"returned {described(changed)} instead of a ModuleSpec")
+    return changed
 
 
 def _routed(layer: ModuleSpec, config: TransformerConfig) -> ModuleSpec:

@@ -23,9 +23,10 @@ Parameters are identified by canonical names (`rlsys.weights.weight_map`), which
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from math import pi
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 from megatron.core import parallel_state
@@ -36,13 +37,22 @@ from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 from torch.nn.functional import linear
 
-from rlsys.config.schema import ModelConfig, ParallelConfig
+from rlsys.config.schema import Layers, ModelConfig, ParallelConfig
+from rlsys.errors import UserError
 from rlsys.observe.environment import detect
 from rlsys.trainer.mesh import MeshCoordinates
 from rlsys.trainer.model.layers import block_spec, choose_layers, fuse_accumulation, kernel_settings, transformer_config
 from rlsys.trainer.model.logprobs import VocabShard
 from rlsys.weights.checkpoint import sharded
-from rlsys.weights.weight_map import Architecture, Entry, WeightMap, expert_block, stage_layers
+from rlsys.weights.weight_map import (
+    Architecture,
+    Entry,
+    WeightMap,
+    expert_block,
+    layer_spec_of,
+    rotary_dims,
+    stage_layers,
+)
 
 CHECKPOINT_METADATA: dict[str, Any] = {
     "distrib_optim_sharding_type": "fully_reshardable",
@@ -139,25 +149,13 @@ class StageModel:
         layers = choose_layers(model.layers, here)
         kernels = kernel_settings(model, layers, here)
         self.config = transformer_config(architecture, model, parallel, kernels)
-        vocab = architecture.padded_vocab(coords.tp_size)
-        module = self._MODULE(
-            config=self.config,
-            transformer_layer_spec=block_spec(self.config, layers),
-            vocab_size=vocab,
-            max_sequence_length=architecture.max_positions,
-            pre_process=coords.pp == 0,
-            post_process=coords.pp == coords.pp_size - 1,
-            parallel_output=True,
-            share_embeddings_and_output_weights=architecture.tied,
-            position_embedding_type="rope",
-            rotary_base=architecture.rope_theta,
-        )
+        module = self._built(layers)
         fuse_accumulation(module, model, layers)
         # Megatron supports scaled frequencies for a single kind of model only.
         module.rotary_pos_emb.inv_freq.copy_(inverse_frequencies(architecture))
         self.module = module.cuda() if torch.cuda.is_available() else module
         self.device = next(self.module.parameters()).device
-        columns = vocab // coords.tp_size
+        columns = architecture.padded_vocab(coords.tp_size) // coords.tp_size
         self.vocab_shard = VocabShard(
             group=parallel_state.get_tensor_model_parallel_group() if coords.tp_size > 1 else None,
             start=columns * coords.tp,
@@ -174,7 +172,7 @@ class StageModel:
             if name.startswith(self._MODULE.beside):
                 self.parameters[name] = parameter
                 continue
-            entry = self.weights.entry(_EXPERT.sub(lambda number: str(int(number[0]) + self.experts.start), name))
+            entry = self._entry(_EXPERT.sub(lambda number: str(int(number[0]) + self.experts.start), name))
             self.parameters[entry.name], self.entries[entry.name] = parameter, entry
             if entry.expert is not None:
                 # With ep=1, Megatron reduces an expert's gradients like those of other parameters. But experts are not
@@ -184,6 +182,7 @@ class StageModel:
         """Parameters that are filled from Hugging Face tensors."""
         self.exported = {name: one for name, one in self.loaded.items() if self.entries[name].rule.exported}
         """Parameters that are sent as Hugging Face tensors."""
+        self._require_every_tensor()
 
     @property
     def trainable(self) -> dict[str, torch.nn.Parameter]:
@@ -195,6 +194,46 @@ class StageModel:
         """Floating-point tensors of a checkpoint: parameters and persistent buffers."""
         state = self.module.state_dict(keep_vars=True)
         return [value for value in state.values() if isinstance(value, Tensor) and value.is_floating_point()]
+
+    def _built(self, layers: Layers) -> TargetModel:
+        """Return the module on the CPU. Raises UserError if the layers of a family of the user's cannot be built."""
+        architecture, coords = self.architecture, self.coords
+        own = layer_spec_of(architecture.family)
+
+        def build() -> TargetModel:
+            return self._MODULE(
+                config=self.config,
+                transformer_layer_spec=block_spec(self.config, layers, own),
+                vocab_size=architecture.padded_vocab(coords.tp_size),
+                max_sequence_length=architecture.max_positions,
+                pre_process=coords.pp == 0,
+                post_process=coords.pp == coords.pp_size - 1,
+                parallel_output=True,
+                share_embeddings_and_output_weights=architecture.tied,
+                position_embedding_type="rope",
+                rotary_base=architecture.rope_theta,
+                rotary_percent=architecture.rotary_fraction,
+            )
+
+        # Megatron calls the constructors of the user's layers, so their errors are those of `own`.
+        return build() if own is None else cast("TargetModel", replace(own, call=build)())
+
+    def _entry(self, name: str) -> Entry:
+        """Return the entry of a parameter. Raises UserError if the family does not list it."""
+        try:
+            return self.weights.entry(name)
+        except KeyError:
+            raise self._misfit(f"the layers have {name}, which the family lacks: add it to `tensors`") from None
+
+    def _require_every_tensor(self) -> None:
+        """Raise UserError if this process's layers lack a parameter that the family lists."""
+        for entry in self.weights.entries():
+            mine = entry.layer in self.layers and (entry.expert is None or entry.expert in self.experts)
+            if mine and entry.name not in self.parameters:
+                raise self._misfit(f"the layers lack {entry.name}: remove it from `tensors`, or build it in layer_spec")
+
+    def _misfit(self, problem: str) -> UserError:
+        return UserError(f"{self.architecture.family}: {problem}.", code="mismatch", key="model.family")
 
     def sharded_state(self) -> dict[str, Any]:
         """Return the model's part of a distributed checkpoint."""
@@ -219,9 +258,9 @@ class ValueModel(StageModel):
 
 
 def inverse_frequencies(architecture: Architecture) -> Tensor:
-    """Return the rotary frequencies in radians per position, [head_dim / 2] float32 on the CPU.
+    """Return the rotary frequencies in radians per position, [d / 2] float32 on the CPU, d as in `rotary_dims`.
 
-    Without scaling, f_i = theta^(-2 i / head_dim) (Su et al., RoFormer, arXiv:2104.09864, section 3.2.2). With scaling,
+    Without scaling, f_i = theta^(-2 i / d) (Su et al., RoFormer, arXiv:2104.09864, section 3.2.2). With scaling,
     as in `apply_scaling` of Meta's Llama 3.1 (github.com/meta-llama/llama-models, models/llama3), let n_i =
     original_max_positions f_i / (2 pi) be the turns within the original context:
 
@@ -229,7 +268,8 @@ def inverse_frequencies(architecture: Architecture) -> Tensor:
 
     Fast pairs keep their frequency, slow pairs are divided by `factor`, and pairs in between are interpolated.
     """
-    powers = torch.arange(0, architecture.head_dim, 2, dtype=torch.int64).float() / architecture.head_dim
+    dims = rotary_dims(architecture)
+    powers = torch.arange(0, dims, 2, dtype=torch.int64).float() / dims
     frequencies = 1.0 / architecture.rope_theta**powers
     scaling = architecture.rope
     if scaling is None:

@@ -62,7 +62,7 @@ from rlsys.weights.convert.model_folder import (
 )
 from rlsys.weights.hf_io import INDEX, SINGLE, HfReader, TensorSpec, file_bytes, write_safetensors
 from rlsys.weights.transport import dtype_name
-from rlsys.weights.weight_map import Entry, WeightMap, packed
+from rlsys.weights.weight_map import Entry, WeightMap, load_family, packed
 
 SHARD_BYTES = 5 * 1000**3  # Default size limit of one safetensors file, as in Hugging Face.
 OnBytes = Callable[[int, int], None]
@@ -343,6 +343,7 @@ def megatron_to_hf(
     out: str | Path,
     original: str | Path | None = None,
     *,
+    family: str | None = None,
     dtype: str | None = None,
     shard_bytes: int = SHARD_BYTES,
     processes: int | None = None,
@@ -350,7 +351,7 @@ def megatron_to_hf(
 ) -> ConversionResult:
     """Convert a Megatron checkpoint to the new Hugging Face folder `out`.
 
-    See `run` for `processes`, `show` and errors. Config and tokenizer are copied from `original`, the Hugging Face
+    See `run` for `processes`, `show` and errors; `family` is as in `model.family`. Config and tokenizer are copied from `original`, the Hugging Face
     folder that training started from; a checkpoint made by `hf_to_megatron` has its own and needs no `original`. Each
     tensor keeps its dtype unless `dtype` is given.
     """
@@ -359,7 +360,7 @@ def megatron_to_hf(
     opened = open_checkpoint(checkpoint)
     model = model_of(opened.folder, original)
     values = is_critic(opened)
-    weights = WeightMap(architecture_in(model), values=values)
+    weights = WeightMap(architecture_in(model, family), values=values)
     opened.check(weights)
     opened.check_copies(weights)
     return run(
@@ -395,6 +396,7 @@ class MegatronToHf:
     def recipe(self) -> Mapping[str, Any]:
         return {
             "to": "hugging face",
+            "tensors": load_family(self.weights.architecture.family).tensors,
             "checkpoint": fingerprint(self.checkpoint.folder, self.checkpoint.files()),
             "original": fingerprint(self.original, companions(self.original)),
             "dtype": None if self.dtype is None else dtype_name(self.dtype),
@@ -439,6 +441,7 @@ def hf_to_megatron(
     source: str | Path,
     out: str | Path,
     *,
+    family: str | None = None,
     parallel: ParallelConfig | None = None,
     dtype: str | None = None,
     values: bool = False,
@@ -447,7 +450,7 @@ def hf_to_megatron(
 ) -> ConversionResult:
     """Convert the Hugging Face folder `source` to the new Megatron checkpoint `out`.
 
-    See `run` for `processes`, `show` and errors. The result loads under any TP, PP and EP; a group with the parallel
+    See `run` for `processes`, `show` and errors; `family` is as in `model.family`. The result loads under any TP, PP and EP; a group with the parallel
     sizes `parallel` reads each shard in one piece. With `values` the result is a critic, whose value head is zero if
     the source has none. Each tensor keeps its dtype unless `dtype` is given.
     """
@@ -455,7 +458,7 @@ def hf_to_megatron(
     for key, size in (("tp", parallel.tp), ("pp", parallel.pp), ("ep", parallel.ep)):
         if size < 1:
             raise UserError(f"{key} is {size}: give 1 or more.", code="out_of_range", key=key)
-    weights = WeightMap(architecture_in(source), values=values)
+    weights = WeightMap(architecture_in(source, family), values=values)
     reader = HfReader(source)
     check_hf(reader, weights, source, values)
     made = HfToMegatron(source, reader, weights, values, parallel, dtype_named(dtype))
@@ -478,6 +481,7 @@ class HfToMegatron:
         parallel = self.parallel
         return {
             "to": "megatron",
+            "tensors": load_family(self.weights.architecture.family).tensors,
             "source": fingerprint(self.source, [*files, *companions(self.source)]),
             "parallel": [parallel.tp, parallel.pp, parallel.ep, parallel.pp_layers],
             "values": self.values,

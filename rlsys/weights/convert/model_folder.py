@@ -94,13 +94,13 @@ MODEL = "hf"  # Subfolder of a converted Megatron checkpoint with the model's co
 _HF_HEAD, _MEGATRON_HEAD = "score.weight", "value_head.weight"  # Value heads, which only a critic has.
 
 
-def architecture_in(folder: Path) -> Architecture:
-    """Return the architecture of a model folder for conversion.
+def architecture_in(folder: Path, family: str | None = None) -> Architecture:
+    """Return the architecture of a model folder for conversion; `family` is as in `model.family`.
 
     Settings that a run would refuse are accepted if they leave the weights unchanged. Raises UserError.
     """
     read_config(folder)
-    return read_architecture(folder, weights_only=True)
+    return read_architecture(folder, family, weights_only=True)
 
 
 def model_of(checkpoint: Path, original: str | Path | None) -> Path:
@@ -224,23 +224,23 @@ def is_hf(folder: Path) -> bool:
     return (folder / INDEX).is_file() or any(folder.glob("*.safetensors"))
 
 
-def open_model(folder: Path, hf: Path | None) -> StoredModel:
-    """Open a folder of either format. Raises UserError.
+def open_model(folder: Path, hf: Path | None, family: str | None = None) -> StoredModel:
+    """Open a folder of either format; `family` is as in `model.family`. Raises UserError.
 
     `hf` is the Hugging Face folder with a Megatron checkpoint's config; None if the checkpoint includes the config.
     """
     if is_hf(folder):
-        return HfModel(folder)
+        return HfModel(folder, family)
     checkpoint = open_checkpoint(folder)
-    return MegatronModel(checkpoint, model_of(checkpoint.folder, hf))
+    return MegatronModel(checkpoint, model_of(checkpoint.folder, hf), family)
 
 
 class HfModel:
     """A Hugging Face folder as a `StoredModel`."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, family: str | None = None) -> None:
         self.folder = self.model = folder
-        self.architecture = architecture_in(folder)
+        self.architecture = architecture_in(folder, family)
         self._reader = HfReader(folder)
         self.values = is_critic(self._reader)
         self._weights = WeightMap(self.architecture, values=self.values)
@@ -260,11 +260,11 @@ class HfModel:
 class MegatronModel:
     """A Megatron checkpoint as a `StoredModel`."""
 
-    def __init__(self, checkpoint: MegatronCheckpoint, model: Path) -> None:
+    def __init__(self, checkpoint: MegatronCheckpoint, model: Path, family: str | None = None) -> None:
         """Raises UserError if the checkpoint does not fit the config in `model`."""
         self.folder, self.model = checkpoint.folder, model
         self._checkpoint = checkpoint
-        self.architecture, self.values = architecture_in(model), is_critic(checkpoint)
+        self.architecture, self.values = architecture_in(model, family), is_critic(checkpoint)
         self._weights = WeightMap(self.architecture, values=self.values)
         checkpoint.check(self._weights)
 
@@ -300,13 +300,13 @@ class Info:
     also: tuple[str, ...]  # Hugging Face: names of the companion files; Megatron: all names in the folder.
 
 
-def info(folder: str | Path, hf: str | Path | None = None) -> Info:
+def info(folder: str | Path, hf: str | Path | None = None, family: str | None = None) -> Info:
     """Describe a Hugging Face folder, or a Megatron checkpoint whose config may be in `hf`. Raises UserError."""
     folder = Path(folder)
-    return _of_hf(folder) if is_hf(folder) else _of_megatron(folder, None if hf is None else Path(hf))
+    return _of_hf(folder, family) if is_hf(folder) else _of_megatron(folder, None if hf is None else Path(hf), family)
 
 
-def _of_hf(folder: Path) -> Info:
+def _of_hf(folder: Path, family: str | None) -> Info:
     reader = HfReader(folder)
     specs = [reader.spec(name) for name in reader.names()]
     files = reader.files()
@@ -315,7 +315,7 @@ def _of_hf(folder: Path) -> Info:
         format="hugging face",
         step=None,
         layout=f"{len(files)} safetensors file{'s' if len(files) > 1 else ''}",
-        architecture=asdict(architecture_in(folder)),
+        architecture=asdict(architecture_in(folder, family)),
         critic=is_critic(reader),
         folder_bytes=bytes_in(folder),
         also=tuple(str(path) for path in companions(folder)),
@@ -323,7 +323,7 @@ def _of_hf(folder: Path) -> Info:
     )
 
 
-def _of_megatron(folder: Path, hf: Path | None) -> Info:
+def _of_megatron(folder: Path, hf: Path | None, family: str | None) -> Info:
     checkpoint = open_checkpoint(folder)
     inside = checkpoint.folder / MODEL
     model = hf or (inside if (inside / CONFIG).is_file() else None)
@@ -332,7 +332,7 @@ def _of_megatron(folder: Path, hf: Path | None) -> Info:
         stored = checkpoint.names().values()
         counted, architecture = _counted((weight.dtype, shape) for weight in stored for shape in weight.shapes), None
     else:
-        side = MegatronModel(checkpoint, model)
+        side = MegatronModel(checkpoint, model, family)
         counted = _counted((spec.dtype, spec.shape) for spec in side.specs().values())
         architecture = asdict(side.architecture)
     return Info(

@@ -24,12 +24,13 @@ def main(
     dtype: convert.Dtype = None,
     shard_size: convert.ShardSize = "5GB",
     processes: convert.Processes = None,
+    family: convert.OfFamily = None,
 ) -> None:
     """Convert a Megatron checkpoint to a Hugging Face folder.
 
     Run the same command again to continue after an interruption.
     """
-    convert.mg2hf(checkpoint, out, original, dtype, shard_size, processes)
+    convert.mg2hf(checkpoint, out, original, dtype, shard_size, processes, family)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,48 @@
+"""Functions that change the layers of a family wrongly; the tests write the files that name them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from examples.extend.family import normalised
+
+
+def fails(layer: Any, config: Any) -> Any:  # noqa: ARG001
+    raise ZeroDivisionError("one\ntwo")
+
+
+def returns_nothing(layer: Any, config: Any) -> Any:
+    """Changes the layer in place, and forgets to return it."""
+
+
+def cannot_be_built(layer: Any, config: Any) -> Any:  # noqa: ARG001
+    layer.submodules.pre_mlp_layernorm = torch.nn.Linear
+    return layer
+
+
+def adds_a_tensor(layer: Any, config: Any) -> Any:  # noqa: ARG001
+    attention = layer.submodules.self_attention.submodules
+    attention.linear_proj = normalised(attention.linear_proj)
+    return layer
+
+
+def changes_nothing(layer: Any, config: Any) -> Any:  # noqa: ARG001
+    return layer
+
+
+def changes_a_shape(layer: Any, config: Any) -> Any:
+    config.ffn_hidden_size *= 2
+    return layer
+
+
+def takes_one(layer: Any) -> Any:
+    return layer
+
+
+def asks_for(layer: Any, config: Any, *, share: float) -> Any:  # noqa: ARG001
+    return layer
+
+
+not_a_function = 3
