@@ -48,7 +48,7 @@ def make_optimizer(settings: OptimizerConfig, groups: Groups) -> torch.optim.Opt
     given, taken = ([[id(one) for one in group["params"]] for group in of] for of in (groups, found.param_groups))
     if given != taken or not all({"lr", "wd_mult"} <= group.keys() for group in found.param_groups):
         raise make.error("has other parameter groups than it was given, or one without lr")
-    found.step = OwnComponent(make.settings, found.step)  # type: ignore[assignment, method-assign]
+    found.step = partial(make.run, found.step)  # type: ignore[method-assign]
     return found
 
 
@@ -65,7 +65,7 @@ def state_bytes(settings: OptimizerConfig) -> float:
     """
     tried = partial(_tried, settings)
     with torch.random.fork_rng(devices=[]), torch.no_grad():
-        return float(OwnComponent(settings, tried)() if isinstance(settings, Custom) else tried())
+        return float(own_component(settings).run(tried) if isinstance(settings, Custom) else tried())
 
 
 def _tried(settings: OptimizerConfig) -> float:

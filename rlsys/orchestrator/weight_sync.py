@@ -251,7 +251,8 @@ class WeightSync:
         deaths = [death for receiver in self._all for death in receiver.deaths if not death.done()]
         sending = asyncio.ensure_future(self._send(version, opening))
         try:
-            await asyncio.wait([sending, *deaths], return_when=asyncio.FIRST_COMPLETED)
+            ends: list[asyncio.Future[Any]] = [sending, *deaths]
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
             if not sending.done() and self._meetings:
                 self._meetings[-1].end()
             return await sending

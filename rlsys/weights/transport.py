@@ -863,7 +863,7 @@ class _Group:
 
     def _connect(self, device: torch.device | None) -> dist.Work:
         # A clone, because a store serves no other thread while one waits for a key.
-        self._group = _open_group(self._spec, dist.PrefixStore("group", self.store.clone()))
+        self._group = _open_group(self._spec, dist.PrefixStore("group", cast("Any", self.store).clone()))
         return self.broadcast(torch.zeros(1, dtype=torch.uint8, device=device))
 
     def _await(self, done: Callable[[], bool]) -> None:

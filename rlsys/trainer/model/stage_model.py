@@ -23,7 +23,6 @@ Parameters are identified by canonical names (`rlsys.weights.weight_map`), which
 from __future__ import annotations
 
 import re
-from dataclasses import replace
 from math import pi
 from pathlib import Path
 from typing import Any, ClassVar, cast
@@ -216,7 +215,7 @@ class StageModel:
             )
 
         # Megatron calls the constructors of the user's layers, so their errors are those of `own`.
-        return build() if own is None else cast("TargetModel", replace(own, call=build)())
+        return build() if own is None else cast("TargetModel", own.run(build))
 
     def _entry(self, name: str) -> Entry:
         """Return the entry of a parameter. Raises UserError if the family does not list it."""
