@@ -102,13 +102,16 @@ def test_react_trains_the_tokens_that_the_engine_sampled_between_the_templates_o
         "task.max_total_tokens=2000",
     )
     kept = kept_episodes(run)
+    opening = "<|im_start|>assistant\n"
     for text, reward in zip(texts, (1.0, 0.0), strict=True):
-        taken = [one for one in kept if "".join(one.pieces) == text]
+        response = text.partition(opening)[2]
+        taken = [one for one in kept if "".join(one.pieces) == response]
         assert taken, "the policy must have learnt both episodes"
         for one in taken:
             assert (one.reward, one.finish) == (reward, "answer")
-            own = "".join(piece for piece, trained in zip(one.pieces, one.loss_mask, strict=True) if trained)
-            assert own == "".join(part.partition(END)[0] + END for part in text.split("<|im_start|>assistant\n")[1:])
+            trained = one.loss_mask[one.prompt_length :]
+            own = "".join(piece for piece, sampled in zip(one.pieces, trained, strict=True) if sampled)
+            assert own == "".join(part.partition(END)[0] + END for part in response.split(opening))
     (row,) = run.rows
     assert row["tool/calculator/calls"] > 0
     assert row["env/number_of_valid_search"] > 0
