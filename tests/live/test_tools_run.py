@@ -1,4 +1,4 @@
-"""Test of tools beside the search: one real step of `rlsys train` by a policy that has learnt to call them."""
+"""Tests of tools: one real step of `rlsys train` by a policy that has learnt to call them, by tags and by ReAct."""
 
 import json
 import math
@@ -12,6 +12,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast, Qwen2ForCausalL
 
 from rlsys.observe.kept import TrajectoryRecord, read_trajectories
 from tests.docs.pages import fenced_blocks
+from tests.rollout.agent.test_react import CHATML, END, FUNCTIONS, called
 from tests.support import tiny
 from tests.support.paths import PROJECT
 from tests.support.runs import Finished
@@ -19,6 +20,9 @@ from tests.support.runs import Finished
 pytestmark = [pytest.mark.slow, pytest.mark.engine]
 
 PROMPT = "Question: What is six by seven?\n"
+ASKED, SYSTEM = "What is six by seven?", "Use tools."
+SEARCHED, COMPUTED = ("search", {"query": tiny.QUERY}), ("calculator", {"text": "6 * 7"})
+FOUND = tiny.OBSERVATION.strip().removeprefix("<information>").removesuffix("</information>")
 SEARCH = (f"<search> {tiny.QUERY} </search>", tiny.OBSERVATION)
 RIGHT = [  # (text that the policy writes, observation) of each turn
     SEARCH,
@@ -43,26 +47,12 @@ def test_tools_and_search_are_called_and_observations_are_not_trained(
     # The run loads the tokenizer in the same way. For a Qwen2 model, transformers always splits text like Qwen2's
     # tokenizer, even if the tokenizer file says otherwise.
     words = AutoTokenizer.from_pretrained(policy)
-    learnt([RIGHT, WRONG], words).save_pretrained(policy)
+    texts = [PROMPT + "".join(said + read for said, read in turns) + tiny.EOS for turns in (RIGHT, WRONG)]
+    learnt(texts, words).save_pretrained(policy)
     (tmp_path / "my_tools.py").write_text(fenced_blocks(PROJECT / "docs" / "tutorials" / "own-tool.md", "python")[0])
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
-    row = {"prompt": [{"role": "user", "content": PROMPT}], "reward_model": {"ground_truth": {"target": ["42"]}}}
-    (tmp_path / "rows.jsonl").write_text(4 * f"{json.dumps(row)}\n")
-    with tiny.search_server() as search:
-        run = Finished(
-            tmp_path,
-            f"model.path={policy}",
-            f"task.train_path={tmp_path / 'rows.jsonl'}",
-            f"task.eval_path={tmp_path / 'rows.jsonl'}",
-            "task.tools=[rlsys.rollout.tools.calculator.Calculator,my_tools.Dictionary]",
-            f"search.url={search.url}",
-            "trainer.steps=1",
-            "trainer.prompts_per_step=4",
-            "trainer.mini_batches=1",
-        )
-    problems: list[str] = []
-    kept = list(read_trajectories(run.folder, problems.append))
-    assert (problems, len(kept)) == ([], 32)
+    run = one_step(tmp_path, PROMPT, "task.tools=[rlsys.rollout.tools.calculator.Calculator,my_tools.Dictionary]")
+    kept = kept_episodes(run)
     for turns, reward in ((RIGHT, 1.0), (WRONG, 0.0)):
         taken = [one for one in kept if [turn.text for turn in one.turns] == [said for said, _ in turns]]
         assert taken, "the policy must have learnt both episodes"
@@ -75,13 +65,85 @@ def test_tools_and_search_are_called_and_observations_are_not_trained(
     assert run.summary["weight_syncs"] == 2
 
 
-def learnt(episodes: list[list[tuple[str, str]]], words: PreTrainedTokenizerFast) -> Qwen2ForCausalLM:
-    """Train a model that plays each of two `episodes` in about 4 of 10 cases.
+def test_react_trains_the_tokens_that_the_engine_sampled_between_the_templates_own(tmp_path: Path) -> None:
+    policy = tmp_path / "policy"
+    words = tiny.tokenizer()
+    words.add_special_tokens({"additional_special_tokens": ["<|im_start|>", END]})
+    words.chat_template, words.eos_token = CHATML, END
+    words.save_pretrained(policy)
+    tiny.train(tiny.FIRST, words, seed=0, steps=0).save_pretrained(policy)
+    words = AutoTokenizer.from_pretrained(policy)
+    calls = [(called(*SEARCHED), called(*COMPUTED)), (called(*SEARCHED), called("calculator", {"text": "6 + 7"}))]
+    texts = [
+        words.apply_chat_template(
+            [
+                {"role": "system", "content": SYSTEM},
+                {"role": "user", "content": ASKED},
+                {"role": "assistant", "content": "\n".join(both)},
+                {"role": "tool", "content": FOUND},
+                {"role": "tool", "content": number},
+                {"role": "assistant", "content": f"<answer>{number}</answer>"},
+            ],
+            tools=FUNCTIONS,
+            tokenize=False,
+        ).removesuffix("\n")
+        for both, number in zip(calls, ("42", "13"), strict=True)
+    ]
+    learnt(texts, words).save_pretrained(policy)
+    run = one_step(
+        tmp_path,
+        ASKED,
+        "task.agent=react",
+        f"task.agent.system={SYSTEM}",
+        "task.token_mode=append",
+        "task.tools=[rlsys.rollout.tools.calculator.Calculator]",
+        "task.max_prompt_tokens=1000",
+        "task.max_turn_tokens=256",
+        "task.max_total_tokens=2000",
+    )
+    kept = kept_episodes(run)
+    opening = "<|im_start|>assistant\n"
+    for text, reward in zip(texts, (1.0, 0.0), strict=True):
+        response = text.partition(opening)[2]
+        taken = [one for one in kept if "".join(one.pieces) == response]
+        assert taken, "the policy must have learnt both episodes"
+        for one in taken:
+            assert (one.reward, one.finish) == (reward, "answer")
+            trained = one.loss_mask[one.prompt_length :]
+            own = "".join(piece for piece, sampled in zip(one.pieces, trained, strict=True) if sampled)
+            assert own == "".join(part.partition(END)[0] + END for part in response.split(opening))
+    (row,) = run.rows
+    assert row["tool/calculator/calls"] > 0
+    assert row["env/number_of_valid_search"] > 0
+    assert row["actor/grad_norm"] > 0
+    assert row["logprob/max_diff"] < 1e-3
+    assert run.summary["weight_syncs"] == 2
+
+
+def one_step(folder: Path, question: str, *settings: str) -> Finished:
+    """Train one step on `question`, whose answer is 42, with the policy in `folder` and a search of one passage."""
+    row = {"prompt": [{"role": "user", "content": question}], "reward_model": {"ground_truth": {"target": ["42"]}}}
+    rows = folder / "rows.jsonl"
+    rows.write_text(4 * f"{json.dumps(row)}\n")
+    usual = [f"model.path={folder / 'policy'}", f"task.train_path={rows}", f"task.eval_path={rows}", "trainer.steps=1"]
+    usual += ["trainer.prompts_per_step=4", "trainer.mini_batches=1"]
+    with tiny.search_server() as search:
+        return Finished(folder, *usual, f"search.url={search.url}", *settings)
+
+
+def kept_episodes(run: Finished) -> list[TrajectoryRecord]:
+    problems: list[str] = []
+    kept = list(read_trajectories(run.folder, problems.append))
+    assert (problems, len(kept)) == ([], 32)
+    return kept
+
+
+def learnt(texts: list[str], words: PreTrainedTokenizerFast) -> Qwen2ForCausalLM:
+    """Train a model that writes each of two `texts`, which share their prompt, in about 4 of 10 cases.
 
     The model also learns the observations, so that it would continue by itself if the engine did not stop it.
     """
     model = tiny.train(tiny.FIRST, words, seed=0, steps=0).train()
-    texts = [PROMPT + "".join(said + read for said, read in turns) + tiny.EOS for turns in episodes]
     rows = [torch.tensor(words(text)["input_ids"]) for text in texts]
     ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
     labels = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=-100)
