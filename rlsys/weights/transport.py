@@ -46,7 +46,7 @@ from itertools import chain, groupby
 from math import prod
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
-from typing import Any, BinaryIO, TypeVar
+from typing import Any, BinaryIO, TypeVar, cast
 
 import numpy as np
 import torch
