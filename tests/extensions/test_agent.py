@@ -67,7 +67,8 @@ def test_settings_and_token_mode_are_checked_before_a_run() -> None:
     def problems(*overrides: str) -> set[tuple[str, Code]]:
         return {(one.key, one.code) for one in find_problems(load_config("searchr1_tiny_cpu", overrides))}
 
-    assert ("task.agent.number", "out_of_range") in problems(f"{KIND}={TOYS}.drafts", "task.agent.number=0")
+    with refused("out_of_range", "task.agent.number"):
+        problems(f"{KIND}={TOYS}.drafts", "task.agent.number=0")
     assert (KIND, "user_code") in problems(f"{KIND}={TOYS}.not_async")
     assert (KIND, "conflict") in problems("task.agent=react")
     assert not {key for key, _ in problems("task.agent=react", APPEND)} & {KIND, "task.token_mode"}
