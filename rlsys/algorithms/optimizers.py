@@ -52,9 +52,10 @@ def make_optimizer(settings: OptimizerConfig, groups: Groups) -> torch.optim.Opt
     return found
 
 
-def not_finite(settings: Custom, name: str) -> UserError:
-    """Return the error of an optimiser from outside that made the parameter `name` infinite or NaN."""
-    return own_component(settings).error(f"made {name} infinite or not a number")
+def problem(settings: OptimizerConfig, what: str) -> UserError:
+    """Return the error that an optimiser from outside has done `what`; a built-in one does nothing wrong."""
+    assert isinstance(settings, Custom)
+    return own_component(settings).error(what)
 
 
 def state_bytes(settings: OptimizerConfig) -> float:
@@ -80,8 +81,7 @@ def _tried(settings: OptimizerConfig) -> float:
     resumed.load_state_dict(torch.load(file, weights_only=True))
     after, again = _stepped(optimizer, settings), _stepped(resumed, settings)
     if not all(map(torch.equal, after, again)):
-        assert isinstance(settings, Custom)
-        raise own_component(settings).error("takes another step after its state was saved and loaded")
+        raise problem(settings, "takes another step after its state was saved and loaded")
     return nbytes / sum(one.numel() for one in weights)
 
 
@@ -99,8 +99,7 @@ def _stepped(optimizer: torch.optim.Optimizer, settings: OptimizerConfig) -> lis
     optimizer.step()
     for one in _parameters(optimizer):
         if not one.isfinite().all():
-            assert isinstance(settings, Custom)
-            raise not_finite(settings, f"a weight of shape {list(one.shape)}")
+            raise problem(settings, f"made a weight of shape {list(one.shape)} infinite or not a number")
     return [one.detach().clone() for one in _parameters(optimizer)]
 
 
@@ -115,10 +114,7 @@ def _state_of(optimizer: torch.optim.Optimizer, parameter: Tensor, settings: Opt
         if name == _STEP:
             continue
         if not isinstance(value, Tensor) or value.shape != parameter.shape:
-            assert isinstance(settings, Custom)
-            shape = f"a parameter of shape {list(parameter.shape)}"
-            raise own_component(settings).error(
-                f"keeps {described(value)} as the state {name} of {shape}, instead of a tensor of that shape"
-            )
+            where = f"as the state {name} of a parameter of shape {list(parameter.shape)}"
+            raise problem(settings, f"keeps {described(value)} {where}, instead of a tensor of that shape")
         nbytes += value.nbytes
     return nbytes

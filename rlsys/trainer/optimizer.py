@@ -1,8 +1,8 @@
 """Steps a model's trainable parameters through Megatron, computes the learning rate, and saves and loads the state.
 
-Megatron reduces, clips and unshards: AdamW is its own, and may be sharded over data-parallel ranks. Any other optimiser
-(`rlsys.algorithms.optimizers`) is put in the place of AdamW and gets each parameter as this process holds it: whole, or
-as its tensor-parallel shard, in float32.
+Megatron reduces and clips the gradients, keeps float32 copies of bfloat16 weights, and has AdamW, whose state may be
+sharded over data-parallel ranks. Any other optimiser (`rlsys.algorithms.optimizers`) takes the place of AdamW and gets
+each parameter in float32 as this process holds it: whole, or as its tensor-parallel shard.
 
 Communication between data-parallel ranks can overlap with computation:
 
@@ -26,7 +26,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import param_group_identifier_keys
 from torch import Tensor
 
-from rlsys.algorithms.optimizers import make_optimizer, not_finite
+from rlsys.algorithms.optimizers import make_optimizer, problem
 from rlsys.config.custom import Custom
 from rlsys.config.schema import AdamwConfig, LrDecay, OptimizerConfig
 from rlsys.errors import UserError
@@ -121,15 +121,14 @@ class Optimizer:
         decay = getattr(self._config, "weight_decay", None)
         for group in self._megatron.param_groups:
             group["lr"] = rate
-            if decay is not None:
+            if isinstance(decay, int | float):
                 # `wd_mult` is 0 for norms and biases.
                 group["weight_decay"] = decay * group["wd_mult"]
         _, grad_norm, _ = self._megatron.step()
         if isinstance(self._config, Custom) and isfinite(grad_norm):
-            trainable = self._model.trainable
-            finite = torch.stack([one.isfinite().all() for one in trainable.values()]).tolist()
-            if not all(finite):
-                raise not_finite(self._config, [*trainable][finite.index(False)])
+            for name, parameter in self._model.trainable.items():
+                if not parameter.isfinite().all():
+                    raise problem(self._config, f"made {name} infinite or not a number")
         self._megatron.zero_grad()
         return float(grad_norm)
 

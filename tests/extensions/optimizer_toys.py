@@ -76,7 +76,10 @@ class FailsLater(Descent):
     """Works for as long as it is tried before a run."""
 
     def move(self, weight: torch.Tensor) -> torch.Tensor:
-        return super().move(weight) / (self.steps < 3)
+        moved = super().move(weight).clone()
+        if self.steps == 3:
+            moved.view(-1)[0] = float("inf")
+        return moved
 
 
 class RaisesLater(Descent):
@@ -96,3 +99,7 @@ def only_parameters(parameters: Any) -> torch.optim.Optimizer:
 
 def untyped(parameters: Any, lr: float, *, pull=1.0) -> torch.optim.Optimizer:  # type: ignore[no-untyped-def]
     return torch.optim.SGD(parameters, lr * pull)
+
+
+def takes_the_rate(parameters: Any, rate: float, *, lr: float) -> torch.optim.Optimizer:  # noqa: ARG001
+    return torch.optim.SGD(parameters, lr)

@@ -102,8 +102,10 @@ def test_settings_of_an_optimiser_are_keys_of_the_config() -> None:
         config_of("sgd", "optimizer.overlap_param_gather=true")
     with refused("unknown", "actor.optimizer.kind"):
         config_of("adamm")
-    out = find_problems(config_of(f"{TOYS}.Descent", "optimizer.pull=0"))
-    assert ("actor.optimizer.pull", "out_of_range") in {(one.key, one.code) for one in out}
+    with refused("out_of_range", "actor.optimizer.pull"):
+        config_of(f"{TOYS}.Descent", "optimizer.pull=0")
+    with refused("conflict", "actor.optimizer.kind"):
+        config_of(f"{TOYS}.takes_the_rate")
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,12 @@
 """Tests of PPO, EMA-PG, KL and reward variants, and guards: one real `rlsys train` each."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
 
+from tests.support.paths import PROJECT
 from tests.support.runs import Finished, rlsys, small
 
 pytestmark = [pytest.mark.slow, pytest.mark.engine]
@@ -16,9 +18,13 @@ def checkpoints(run: Finished, step: int) -> set[str]:
     return {path.name for path in folder.iterdir()} - {"data", "manifest.json"}
 
 
-def test_ppo_on_one_slot_trains_only_the_critic_during_warmup(tmp_path: Path) -> None:
+def test_ppo_with_an_own_optimiser_on_one_slot_trains_only_the_critic_during_warmup(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(PROJECT), prepend=os.pathsep)
     together = ["cluster=one_slot", "trainer.schedule.kind=sequential"]
-    run = Finished(tmp_path, "algorithm=ppo", *together, "trainer.steps=3", "critic.warmup_steps=1")
+    lion = ["actor.optimizer=examples.extend.optimizer.Lion", "actor.optimizer.lr=3e-5"]
+    run = Finished(tmp_path, "algorithm=ppo", *together, *lion, "trainer.steps=3", "critic.warmup_steps=1")
     assert run.summary["overlap_s"] == 0
     first, *others = run.rows
     assert "actor/policy_loss" not in first

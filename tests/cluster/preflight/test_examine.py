@@ -233,7 +233,7 @@ def test_all_missing_requirements_are_found_at_once(node_run: Compose, tmp_path:
 
 
 def test_disk_for_checkpoints_is_counted_and_the_fix_fits(node_run: Compose, tmp_path: Path) -> None:
-    """A checkpoint has 2 + 12 bytes of each weight.
+    """A checkpoint has 2 + 12 bytes of each weight, and 2 + 4 with an optimiser without a state.
 
     The embedding has 320*64 weights. Each layer has q 64*64+64, k and v 2*(32*64+32), o 64*64, MLP 3*64*96 and two
     norms of 64. One more norm follows the last layer.
@@ -247,6 +247,9 @@ def test_disk_for_checkpoints_is_counted_and_the_fix_fits(node_run: Compose, tmp
     (short,) = wrong_findings(config, half).values()
     assert "set checkpoint.keep_last=4" in short.fix
     assert wrong_findings(node_run("trainer.steps=105", "checkpoint.interval=10", "checkpoint.keep_last=4"), half) == {}
+    stateless = node_run("trainer.steps=105", "checkpoint.interval=10", "actor.optimizer=sgd")
+    assert wrong_findings(stateless, machine(free_gib={outputs: 1.0 + 11.001 * one * 6 / 14})) == {}
+    assert wrong_findings(stateless, machine(free_gib={outputs: 1.0 + 10.9 * one * 6 / 14})) != {}
 
 
 CLUSTER = RayCluster(
