@@ -74,6 +74,7 @@ from rlsys.weights.transport import (
     TransportSpec,
     open_receiver,
 )
+from rlsys.weights.weight_map import Architecture, read_architecture
 
 T = TypeVar("T")
 POLL_S = 0.5
@@ -113,10 +114,10 @@ class EngineDriver:
         device: Device,
         seed: int,
         memory_saver: bool = False,
-        family: str | None = None,
+        architecture: Architecture | None = None,
     ) -> None:
-        """`memory_saver` makes `sleep` free device memory; it has no effect on a CPU. `family` is the value of
-        `model.family`."""
+        """`memory_saver` makes `sleep` free device memory; it has no effect on a CPU. `architecture` is None for an
+        engine that gets no other weights."""
         kind = f" {config.kind}" if isinstance(config, CustomEngine) else ""
         self._name = f"The engine{kind} on {model_path}"
         self._asleep_reason = f"{self._name} is asleep: wake it first."
@@ -124,7 +125,7 @@ class EngineDriver:
         self.frees_memory = memory_saver and device is Device.gpu
         """True if `sleep` frees the device's memory for other groups."""
         model, eos_id = _read(model_path)
-        setup = EngineSetup(model_path, model, eos_id, device, config, seed, self.frees_memory, family)
+        setup = EngineSetup(model_path, model, eos_id, device, config, seed, self.frees_memory, architecture)
         self._engine = open_engine(setup)
         longest: int = model.max_position_embeddings
         self._context_tokens = min(longest, self._engine.max_context or longest)
@@ -572,12 +573,14 @@ class RolloutWorker:
         sampled_answers: bool = False,
         family: str | None = None,
     ) -> None:
-        """`memory_saver` makes `sleep` free device memory; `sampled_answers` makes `answer` sample as in training."""
+        """`memory_saver` makes `sleep` free device memory; `sampled_answers` makes `answer` sample as in training;
+        `family` is the value of `model.family`."""
         self._sampled_answers = sampled_answers
         self._rollout = rollout
         self._on_update = on_update
         self._search = open_tool(search) if search.enabled else None
-        self.engine = EngineDriver(model_path, rollout.engine, device, seed, memory_saver, family)
+        architecture = read_architecture(model_path, family, weights_only=True)
+        self.engine = EngineDriver(model_path, rollout.engine, device, seed, memory_saver, architecture)
         self.engine.require_room(task)
         codec = Codec(AutoTokenizer.from_pretrained(model_path))
         self._tools = EpisodeTools(self.engine, self._search, codec, task)

@@ -64,8 +64,8 @@ class EngineSetup:
     """Seed of sampling; engines with different seeds sample differently."""
     frees_memory: bool
     """True if `sleep` shall free the memory of the GPU."""
-    family: str | None = None
-    """Value of `model.family`."""
+    architecture: Architecture | None = None
+    """The model's sizes and tensors; None for an engine that gets no other weights."""
 
 
 class RolloutEngine(ABC):

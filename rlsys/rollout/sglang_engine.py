@@ -134,7 +134,7 @@ class SglangEngine(RolloutEngine):
             dtype=getattr(torch, self._config.dtype.value),
             width_padding=CPU_WIDTH_PADDING if on_cpu else 1,
         )
-        architecture = read_architecture(setup.model_path, setup.family, weights_only=True)
+        architecture = setup.architecture or read_architecture(setup.model_path, weights_only=True)
         return SglangWeights(WeightMap(architecture), layout, hasher)
 
     async def begin_update(self, version: int) -> None:

@@ -146,9 +146,8 @@ def layer_spec_of(family: str) -> OwnComponent | None:
     given = load_family(family).layer_spec
     if given is None:
         return None
-    from rlsys.config.compose import (
-        typed,
-    )  # Imported here: Hydra takes long to load, and most families have no function.
+    # Imported here: Hydra takes long to load, and most families have no function.
+    from rlsys.config.compose import typed
 
     try:
         settings = typed(given, LayerSpec, LayerSpec.key)

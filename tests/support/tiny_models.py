@@ -1,4 +1,4 @@
-"""Tiny models of families, and a reward term that each can earn.
+"""Tiny models of the families that are trained at scale and of others, and a reward term that each can earn.
 
 The Qwen2 is the tiny policy, which has learnt to search. The other models are random, and their tokenizer has one token
 per character, so that random samples are tokenised again to the same tokens.

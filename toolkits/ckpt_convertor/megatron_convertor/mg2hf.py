@@ -1,6 +1,6 @@
 """Converts a Megatron checkpoint to a Hugging Face folder: `rlsys convert mg2hf` with positional arguments.
 
-sh mg2hf_3b.sh CHECKPOINT OUT ORIGINAL [--dtype D] [--shard-size 5GB] [--processes N]
+sh mg2hf_3b.sh CHECKPOINT OUT ORIGINAL [--dtype D] [--shard-size 5GB] [--processes N] [--family F]
 """
 
 from __future__ import annotations
