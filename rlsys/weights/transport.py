@@ -858,8 +858,10 @@ class _Group:
         with suppress(RuntimeError):  # The driver may be gone.
             self.store.set(_ENDED, "1")
         if self._group is not None:
-            self._group.abort()
-        self._group = None
+            abandoned, self._group = [self._group], None
+            abandoned[0].abort()
+            # Gloo's destructor waits for broadcasts that wait for other members, so no caller may run it.
+            _in_background(abandoned.clear)
 
     def _connect(self, device: torch.device | None) -> dist.Work:
         # A clone, because a store serves no other thread while one waits for a key.
