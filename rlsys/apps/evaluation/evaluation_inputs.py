@@ -221,7 +221,7 @@ def find_model(path: Path, hf: Path | None, given: str) -> Model:
 
 
 @contextmanager
-def as_hf(model: Model, work: Path, family: str | None) -> Iterator[Path]:
+def as_hf(model: Model, work: Path, family: str | None = None) -> Iterator[Path]:
     """Yield the model as a Hugging Face folder, converted below `work` if necessary. Raises UserError for non-text models."""
     if model.original is None:
         _require_policy(model.folder, model.folder)

@@ -400,7 +400,7 @@ async def test_engine_killed_during_a_broadcast_is_left_out(moment: str, tmp_pat
     settings = ClusterConfig(
         device=Device.cpu, sync_mode=SyncMode.broadcast, sync_bucket_bytes=BUCKET_BYTES, call_timeout_s=3600.0
     )
-    with fresh(4) as hosts, ThreadPoolExecutor(4) as threads:
+    with ThreadPoolExecutor(4) as threads, fresh(4) as hosts:
         actor, engines = Processes("actor", hosts[:1], threads), Processes("rollout", hosts[1:], threads)
         await actor.call("build", Exporter)
         await asyncio.gather(*(engines.call_rank(n, "build", Engine, moment if n == 1 else "") for n in range(3)))
