@@ -252,9 +252,8 @@ def test_disk_for_checkpoints_is_counted_and_the_fix_fits(node_run: Compose, tmp
     assert wrong_findings(stateless, machine(free_gib={outputs: 1.0 + 10.9 * one * 6 / 14})) != {}
 
 
-CLUSTER = RayCluster(
-    (RayMachine("10.0.0.1", {"GPU": 8.0}), RayMachine("10.0.0.2", {"GPU": 8.0})), {"GPU": 16.0, "CPU": 64.0}
-)
+MACHINES = RayMachine("10.0.0.1", {"GPU": 8.0}), RayMachine("10.0.0.2", {"GPU": 8.0})
+CLUSTER = RayCluster(MACHINES, {"GPU": 16.0, "CPU": 64.0})
 TWO_NODES = [
     "cluster.address=10.0.0.1:6379",
     "cluster.nodes=2",
@@ -321,9 +320,8 @@ def test_truncated_index_is_wrong(node_run: Compose, tmp_path: Path) -> None:
 def test_index_that_is_not_served_here_need_not_exist(node_run: Compose, tmp_path: Path) -> None:
     elsewhere = ["search.url=null", f"search.index={tmp_path / 'none'}"]
     assert "search.index" in wrong_findings(node_run(*elsewhere), machine())
-    assert (
-        wrong_findings(node_run(*elsewhere, "search.enabled=false", "task.agent.invalid_message=no"), machine()) == {}
-    )
+    off = ["search.enabled=false", "task.agent.invalid_message=no"]
+    assert wrong_findings(node_run(*elsewhere, *off), machine()) == {}
     served = node_run(*TWO_NODES[1:], *elsewhere, "cluster.search.nodes=['1']")
     assert findings_of(served, machine())["search.index"].state is FindingState.unknown
 
@@ -379,8 +377,7 @@ def test_first_row_is_read_as_the_run_reads_it(tmp_path: Path) -> None:
     assert (finding.state, question) == (FindingState.wrong, None)
     file.write_text('{"prompt": "Who?", "solutions": ["me"]}\n{')
     finding, question = data_findings("task.train_path", file)
-    assert finding.state is FindingState.ok
-    assert question is not None
+    assert (finding.state, question is None) == (FindingState.ok, False)
 
 
 def test_doctor_accepts_the_tiny_run_and_refuses_it_without_its_questions(tmp_path: Path) -> None:

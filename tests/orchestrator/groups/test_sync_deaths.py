@@ -29,16 +29,7 @@ from rlsys.orchestrator.engine_pool import EnginePool, NoEngineLeft
 from rlsys.orchestrator.weight_sync import WeightSync
 from rlsys.trainer.export import WeightSender
 from rlsys.weights import transport
-from rlsys.weights.transport import (
-    Bucket,
-    BucketHandle,
-    Receiver,
-    TransportSpec,
-    digest,
-    open_receiver,
-    pack_into,
-    unpack,
-)
+from rlsys.weights.transport import Bucket, BucketHandle, Receiver, TransportSpec, digest, pack_into, unpack
 from tests.orchestrator.groups.engines import CALL_TIMEOUT_S, Engines, Worker, make
 from tests.support.megatron_processes import Host, Shell, fresh
 from tests.support.tensors import raw, some_tensors
@@ -253,11 +244,7 @@ async def test_transfer_that_fails_although_nobody_died_is_not_repeated(loses_pe
     assert calls["next_handle"] == 1
 
 
-# Real processes over gloo.
-
-
-BUCKET_BYTES = 8_000_000
-"""More than a socket takes at once, so a bucket is on its way for some time."""
+BUCKET_BYTES = 8_000_000  # More than a socket takes at once, so a bucket is on its way for some time.
 
 
 def tensors_of(version: int) -> list[list[tuple[str, Any]]]:
@@ -303,7 +290,7 @@ class Engine:
             transport._open_group = lambda *_: self._maybe_die("connecting")
         if self.end is not None:
             self.end.close()
-        self.end = open_receiver(spec)
+        self.end = transport.open_receiver(spec)
 
     def begin_update(self, _version: int) -> None:
         self._maybe_die("beginning")
