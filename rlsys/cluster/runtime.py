@@ -36,6 +36,7 @@ _STARTS = 3
 """Attempts to start a local Ray; the first may time out on a busy machine."""
 SEES_ALL_GPUS = "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"
 """Environment variable that keeps Ray from setting CUDA_VISIBLE_DEVICES, even for a process that reserves no GPU."""
+_NICENESS = "RAY_worker_niceness"
 _SLIVER = 0.001  # Share of a machine's own resource; any share places a bundle on that machine.
 _HEAD = "node:__internal_head__"
 
@@ -126,8 +127,13 @@ def lost(known: Sequence[Machine]) -> list[Machine]:
 
 
 def remote_shell(shell: type, strategy: Any, log: Path, environment: Mapping[str, str], **options: Any) -> Any:
-    """Start an actor of class `shell`, placed by `strategy`, and return its handle. By default it takes no device."""
-    settings = {"num_cpus": 0, "max_restarts": 0, "runtime_env": {"env_vars": dict(environment)}, **options}
+    """Start an actor of class `shell`, placed by `strategy`, and return its handle. By default it takes no device.
+
+    Its process has normal priority unless RAY_worker_niceness in the driver's environment says otherwise. Ray's default
+    of 15 gives every other busy process, such as a search server on the same machine, 28 times its share of a core.
+    """
+    variables = {_NICENESS: os.environ.get(_NICENESS, "0"), **environment}
+    settings = {"num_cpus": 0, "max_restarts": 0, "runtime_env": {"env_vars": variables}, **options}
     return ray.remote(shell).options(scheduling_strategy=strategy, **settings).remote(str(log), list(sys.path))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, nullcontext
 from dataclasses import replace
@@ -66,6 +67,7 @@ async def test_calls_run_in_order_on_every_rank(bundles: PlacementGroup, tmp_pat
         last = (await asyncio.gather(*(group.call("add", value) for value in range(5))))[-1]
         assert last == [(rank, [0, 1, 2, 3, 4]) for rank in (0, 1)]
         assert await group.call_each("add", [(10,), (20,)]) == [(0, [0, 1, 2, 3, 4, 10]), (1, [0, 1, 2, 3, 4, 20])]
+        assert await group.call("niceness") == [os.nice(0)] * 2, "workers have the priority of the driver"
 
 
 async def test_failure_silence_and_death_are_distinguished_and_name_the_rank(

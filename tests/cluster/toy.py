@@ -33,6 +33,9 @@ class Toy:
     def refuse(self) -> None:
         raise UserError("some.key=3 must be 2.", code="out_of_range", key="some.key")
 
+    def niceness(self) -> int:
+        return os.nice(0)
+
     def visible_gpus(self) -> str:
         return os.environ.get("CUDA_VISIBLE_DEVICES", "all")
 
