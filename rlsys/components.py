@@ -104,7 +104,7 @@ def import_component(path: str, key: str) -> Any:
         raise _problem(key, f"{path!r} is not a dotted name: write it like package.module.attribute.", "malformed")
     try:
         module = importlib.import_module(module_name)
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # A script may call `exit()`.
         raise _problem(
             key,
             f"{module_name} cannot be imported ({one_line(error)}): fix the error, or add its folder to PYTHONPATH.",

@@ -236,7 +236,10 @@ def _on_trained(own: OwnComponent, array: object, episode: RewardedEpisode) -> F
         raise own.error(
             f"returned {described(array)} for an episode instead of an array of shape {list(trained.shape)}"
         )
-    values = np.where(trained, np.asarray(array, dtype=np.float64), 0.0)
+    try:
+        values = np.where(trained, np.asarray(array).astype(np.float64, casting="same_kind"), 0.0)
+    except (TypeError, RuntimeError) as error:  # RuntimeError: a tensor that requires a gradient.
+        raise own.error(f"returned {described(array)} that is no array of real numbers") from error
     if not np.isfinite(values).all():
         raise own.error("returned a value that is not finite at a trained token")
     return values

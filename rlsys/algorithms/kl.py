@@ -119,8 +119,15 @@ def sampled_estimator(settings: SampledKl | CustomKl) -> KlEstimator:
 
 
 def call_own(own: OwnComponent, logprobs: Tensor, other: Any) -> Any:
-    """Call a component from outside of the package in its thread, with the gradient mode and CUDA stream of this one."""
+    """Call a component from outside of the package in its thread, with the gradient mode and CUDA stream of this one.
+
+    The backward pass raises UserError if the component's gradient is not finite at a trained token.
+    """
     grad, stream = torch.is_grad_enabled(), torch.cuda.current_stream() if logprobs.is_cuda else None
+    if grad and logprobs.requires_grad:
+        trained = logprobs.detach() != 0  # Untrained tokens hold zeros, and their gradient is dropped.
+        logprobs = logprobs.view_as(logprobs)
+        logprobs.register_hook(partial(_check_gradient, own, trained))
 
     def call(*arguments: Any) -> Any:
         with torch.set_grad_enabled(grad), torch.cuda.stream(stream):
@@ -129,10 +136,29 @@ def call_own(own: OwnComponent, logprobs: Tensor, other: Any) -> Any:
     return own.run(call, logprobs, other)
 
 
+def check_own(own: OwnComponent, value: Any, logprobs: Tensor, name: str, *, differentiable: bool) -> None:
+    """Raise UserError unless `value`, the result `name` of a component, is a tensor like `logprobs`.
+
+    It must have the shape and the device of `logprobs`, and be of real numbers; `differentiable`, a gradient must flow
+    from it into `logprobs` if one flows on from there.
+    """
+    fits = isinstance(value, Tensor) and value.shape == logprobs.shape and value.device == logprobs.device
+    if not fits or value.is_complex():
+        more = f", {value.dtype} on {value.device}," if isinstance(value, Tensor) else ""
+        wanted = f"a tensor of real numbers of shape {list(logprobs.shape)} on {logprobs.device}"
+        raise own.error(f"returned {described(value)}{more} as {name} instead of {wanted}")
+    if differentiable and torch.is_grad_enabled() and logprobs.requires_grad and not value.requires_grad:
+        raise own.error(f"returned a {name} through which no gradient flows into logprobs")
+
+
+def _check_gradient(own: OwnComponent, trained: Tensor, gradient: Tensor) -> None:
+    if not gradient[trained].isfinite().all():
+        raise own.error("has a gradient that is not finite at a trained token")
+
+
 def _checked(estimator: OwnComponent, logprobs: Tensor, other: Tensor) -> Tensor:
-    value = call_own(estimator, logprobs, other)
-    if not isinstance(value, Tensor) or value.shape != logprobs.shape:
-        raise estimator.error(f"returned {described(value)} instead of a tensor of shape {list(logprobs.shape)}")
+    value: Tensor = call_own(estimator, logprobs, other)
+    check_own(estimator, value, logprobs, "value", differentiable=True)
     if not value.detach().isfinite().all():
         raise estimator.error("returned a value that is not finite")
     return value

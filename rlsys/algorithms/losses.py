@@ -50,7 +50,15 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from rlsys.algorithms.kl import LOG_RATIO_LIMIT, KlEstimator, call_own, importance_weights, k3, sampled_estimator
+from rlsys.algorithms.kl import (
+    LOG_RATIO_LIMIT,
+    KlEstimator,
+    call_own,
+    check_own,
+    importance_weights,
+    k3,
+    sampled_estimator,
+)
 from rlsys.config.algorithm import Aggregation, AlgorithmConfig, FullKl, KlPlace
 from rlsys.config.custom import OwnComponent, bound, described
 
@@ -170,7 +178,7 @@ class ConfiguredLoss:
             return {"kl": inputs.divergence.sum()}
         if inputs.ref_logprobs is None or self.kl is None:
             return {}
-        return {"kl": self.kl(logprobs, inputs.ref_logprobs).sum()}
+        return {"kl": _filled(self.kl(logprobs, inputs.ref_logprobs), inputs.mask).sum()}
 
     def _require(self, entropy: Tensor | None, inputs: LossInputs) -> None:
         config = self.config
@@ -247,12 +255,8 @@ def _checked(loss: OwnComponent, logprobs: Tensor, inputs: LossInputs) -> Surrog
     if not isinstance(surrogate, Surrogate):
         raise loss.error(f"returned {described(found)} instead of a tensor or a Surrogate")
     for name in ("loss", "low", "high", "dual"):
-        value = getattr(surrogate, name)
-        if value is not None and (not isinstance(value, Tensor) or value.shape != logprobs.shape):
-            wrong = f"returned {described(value)} as {name}"
-            raise loss.error(f"{wrong} instead of a tensor of shape {list(logprobs.shape)}")
-    if logprobs.requires_grad and not surrogate.loss.requires_grad:
-        raise loss.error("returned a loss through which no gradient flows into logprobs")
+        if (value := getattr(surrogate, name)) is not None or name == "loss":
+            check_own(loss, value, logprobs, name, differentiable=name == "loss")
     if not surrogate.loss.detach()[inputs.mask].isfinite().all():
         raise loss.error("returned a loss that is not finite at a trained token")
     return replace(surrogate, loss=_filled(surrogate.loss, inputs.mask))

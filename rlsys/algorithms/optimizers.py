@@ -23,6 +23,8 @@ from rlsys.errors import UserError
 
 Groups = Sequence[dict[str, Any]]
 """Parameter groups. Each has `params`, and `wd_mult`, which is 0 for biases and norms and 1 for others."""
+TRIAL_S = 60.0
+"""Time limit of the trial of an optimiser from outside of the package."""
 _STEP = "step"
 """State that is one number, equal for all parameters. Every other state has the shape of its parameter."""
 
@@ -62,13 +64,15 @@ def state_bytes(settings: OptimizerConfig) -> float:
     """Return the bytes of state that an optimiser keeps for each parameter.
 
     Raises UserError for an optimiser from outside that fails, makes a weight that is not finite, keeps a state that a
-    checkpoint cannot hold, or takes another step after its state was saved and loaded.
+    checkpoint cannot hold, takes another step after its state was saved and loaded, or more than `TRIAL_S`.
     """
-    tried = partial(_tried, settings)
-    with torch.random.fork_rng(devices=[]), torch.no_grad():
-        return float(own_component(settings).run(tried) if isinstance(settings, Custom) else tried())
+    if isinstance(settings, Custom):
+        return float(own_component(settings).run(_tried, settings, timeout_s=TRIAL_S))
+    return _tried(settings)
 
 
+@torch.random.fork_rng(devices=[])
+@torch.no_grad()
 def _tried(settings: OptimizerConfig) -> float:
     weights = [torch.linspace(-1.0, 1.0, 24).view(4, 6), torch.linspace(0.5, 1.5, 6)]
     optimizer = _on_copies(settings, weights)

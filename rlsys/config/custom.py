@@ -137,24 +137,26 @@ class OwnComponent:
         """Call the component as `run` does."""
         return self.run(self.call, *arguments)
 
-    def run(self, function: Callable[..., Any], *arguments: Any) -> Any:
+    def run(self, function: Callable[..., Any], *arguments: Any, timeout_s: float | None = None) -> Any:
         """Call `function`, the component or a method of what it made.
 
-        Raises UserError if it raises any other error and, for a `TimedCustom`, if it does not return in time. All calls
-        of a `TimedCustom` run in one thread of its own.
+        Raises UserError if it raises any other error, and if it does not return within `timeout_s`, or the time limit
+        of a `TimedCustom`. All calls that have a limit run in one thread of the component's own.
         """
+        limit_s, named = (
+            (self.settings.timeout_s, "timeout_s=") if isinstance(self.settings, TimedCustom) else (timeout_s, "")
+        )
         where = f" in {function.__name__}" if inspect.ismethod(function) else ""
         try:
-            if not isinstance(self.settings, TimedCustom):
+            if limit_s is None:
                 return function(*arguments)
             self._thread = self._thread or ComponentThread()
-            return self._thread.call(function, *arguments, timeout_s=self.settings.timeout_s)
+            return self._thread.call(function, *arguments, timeout_s=limit_s)
         except UserError:
             raise
         except OverdueError:
-            limit = f"timeout_s={cast('TimedCustom', self.settings).timeout_s:g}"
-            raise self.error(f"has not returned{where} within {limit} s") from None
-        except Exception as error:
+            raise self.error(f"has not returned{where} within {named}{limit_s:g} s") from None
+        except (Exception, SystemExit) as error:  # `exit()` in it must not end the process without a sentence.
             raise self.error(f"failed{where} ({one_line(error)})") from error
 
     def error(self, what: str, fix: str = "correct it") -> UserError:

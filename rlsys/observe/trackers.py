@@ -203,9 +203,9 @@ class OwnMetrics:
                 value = function(groups)
                 parts = value if isinstance(value, Mapping) else {"": value}
                 found |= {f"{name}/{key}".rstrip("/"): float(part) for key, part in parts.items()}
-            except (UserError, TypeError, ValueError) as problem:
+            except Exception as problem:  # noqa: BLE001 - the result is third-party code too
                 del self._functions[name]
-                logger.warning("The metric %s failed (%s); the run continues without it.", name, problem)
+                logger.warning("The metric %s failed (%s); the run continues without it.", name, _reason(problem))
         return found
 
 
@@ -260,8 +260,7 @@ class Trackers:
             yield
         except Exception as error:  # noqa: BLE001 - third-party code may raise anything
             self.others.pop(name, None)
-            reason = next(iter(str(error).splitlines()), type(error).__name__)
-            logger.warning("%s %s (%s); the run continues without it.", _NAMES.get(name, name), what, reason)
+            logger.warning("%s %s (%s); the run continues without it.", _NAMES.get(name, name), what, _reason(error))
 
 
 def open_trackers(
@@ -277,6 +276,11 @@ def open_trackers(
         name = own.kind if own.kind not in others else f"{own.kind}[{number}]"
         others[name] = partial(OwnTracker, own, run_dir)
     return Trackers(LineLog(run_dir / METRICS, resumed.metrics_bytes if resumed else None), others)
+
+
+def _reason(error: Exception) -> str:
+    """Return the first line of an error's message, or its type if it has none."""
+    return next(iter(str(error).splitlines()), type(error).__name__)
 
 
 def _is_local(part: Path) -> bool:

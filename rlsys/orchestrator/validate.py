@@ -292,7 +292,7 @@ def _paths(config: RunConfig) -> Iterator[Problem]:
 def _tools(config: RunConfig) -> Iterator[Problem]:
     task, search = config.task, config.search
     yield from _refused(lambda: agent_of(task))
-    yield from (Problem("task.tools", sentence) for sentence in check_tools(task))
+    yield from (Problem(problem.key, str(problem), problem.code) for problem in check_tools(task))
     message = task.agent.invalid_message if isinstance(task.agent, SearchR1Agent) else ""
     if not search.enabled and f"<{task.tags.search}>" in message:
         yield Problem.of(

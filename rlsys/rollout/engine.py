@@ -22,8 +22,8 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections.abc import AsyncIterator, Coroutine, Sequence
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from math import inf
 from time import perf_counter
@@ -219,7 +219,8 @@ class EngineDriver:
             raise RunError(
                 f"The update to version {version} began during another weight switch: finish that one first."
             )
-        self._update = StagedVersion(version, self._engine.weight_check())
+        with self._naming():
+            self._update = StagedVersion(version, self._engine.weight_check())
         self._update_began = perf_counter()
 
     async def load_bucket(self, bucket: Bucket, to_host: bool = False) -> None:
@@ -353,11 +354,17 @@ class EngineDriver:
 
     async def _named(self, call: Coroutine[Any, Any, T]) -> T:
         """Await `call`; an unexpected error of an engine from outside of the package becomes a UserError with its name."""
-        try:
+        with self._naming():
             return await call
+
+    @contextmanager
+    def _naming(self) -> Iterator[None]:
+        """As `_named`, for the body."""
+        try:
+            yield
         except (EngineError, RunError, UserError):
             raise
-        except Exception as error:
+        except (Exception, SystemExit) as error:  # SystemExit would end the event loop.
             if not isinstance(self._config, CustomEngine):
                 raise
             raise own_component(self._config).error(f"failed ({one_line(error)})") from error
@@ -394,7 +401,9 @@ class EngineDriver:
             await self._update_call(self._engine.load_bucket(bucket))
         await self._update_call(self._engine.finish_update())
         reported = await self._update_call(self._engine.hashes())
-        if wrong := update.weights.mismatches(reported):
+        with self._naming():
+            wrong = update.weights.mismatches(reported)
+        if wrong:
             self._fail_update(
                 f"{len(wrong)} of its tensors differ from those sent, first {wrong[0]}; "
                 f"version {update.version} is not used"

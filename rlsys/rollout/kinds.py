@@ -6,14 +6,14 @@ Importing this module loads neither torch nor an engine's library.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from math import isfinite
 from typing import Any, cast
 
 from packaging.requirements import InvalidRequirement, Requirement
 
-from rlsys.components import one_line
-from rlsys.config.custom import own_component
+from rlsys.components import check_callable, one_line
+from rlsys.config.custom import OwnComponent, own_component
 from rlsys.config.derived import on_update
 from rlsys.config.problems import Problem
 from rlsys.config.schema import (
@@ -49,6 +49,8 @@ def engine_class(config: EngineConfig) -> type[RolloutEngine]:
         raise own.error("is no engine", f"make it a subclass of {RolloutEngine.__module__}.RolloutEngine")
     if missing := sorted(found.__abstractmethods__):
         raise own.error(f"does not define {', '.join(missing)}", "define them as in RolloutEngine")
+    for name, method in inspect.getmembers(RolloutEngine, inspect.isfunction):
+        _check_method(own, name, getattr(found, name), method)
     if not isinstance(found.capabilities, EngineCapabilities):
         raise own.error("has capabilities that are not an EngineCapabilities", "make it one, or leave it out")
     try:
@@ -56,6 +58,19 @@ def engine_class(config: EngineConfig) -> type[RolloutEngine]:
     except (InvalidRequirement, TypeError) as error:
         raise own.error(f"has packages that are no requirements ({one_line(error)})", "correct them") from error
     return found
+
+
+def _check_method(own: OwnComponent, name: str, method: Any, base: Callable[..., Any]) -> None:
+    """Raise UserError unless `method` of a class takes the arguments of `base`, and is async if `base` is."""
+    if name.startswith("_"):
+        return
+    check_callable(method, f"{own.settings.kind}.{name}", _KEY, [*inspect.signature(base).parameters])
+    if inspect.iscoroutinefunction(base) == inspect.iscoroutinefunction(method):
+        return
+    if inspect.iscoroutinefunction(method):
+        raise own.error(f"defines {name} with `async def`, and nothing awaits it", "define it with `def`")
+    if not hasattr(method, "__wrapped__"):  # A decorator's function may return a coroutine.
+        raise own.error(f"defines {name} with `def`, and its result is awaited", "define it with `async def`")
 
 
 def open_engine(setup: EngineSetup) -> RolloutEngine:

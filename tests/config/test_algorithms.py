@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from typing import get_type_hints
 
 import pytest
 
+from rlsys.algorithms.losses import POLICY_LOSSES
+from rlsys.config.algorithm import AdvantageBaseline, AdvantageScale, Aggregation, AlgorithmConfig
 from rlsys.config.compose import PROJECT_CONFIGS, load_config
 from rlsys.config.derived import mini_batch_sizes
 from rlsys.config.problems import Problem, algorithm_problems
-from rlsys.config.schema import RunConfig
+from rlsys.config.schema import RunConfig, variants
 from rlsys.orchestrator.validate import validate
 
 TinyRun = Callable[..., RunConfig]
@@ -23,6 +26,30 @@ def test_presets_match_the_documents_table_and_cite_their_source() -> None:
     assert sorted(re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE)) == PRESETS
     texts = [(PROJECT_CONFIGS / "algorithm" / f"{name}.yaml").read_text() for name in PRESETS]
     assert all("arXiv" in text or "Williams 1992" in text for text in texts)
+
+
+def rows(section: str) -> dict[str, list[str]]:
+    """Return the rows of the tables in a section of the page: first column -> other columns."""
+    page = (DOCS / "algorithms.md").read_text().partition(f"## {section}\n")[2].partition("\n## ")[0]
+    return {
+        name: re.split(r"(?<!\\) \| ?", rest)
+        for name, rest in re.findall(r"^\| `(\S+)` \| (.*)\|$", page, re.MULTILINE)
+    }
+
+
+def test_documents_tables_have_every_kind() -> None:
+    assert {*rows("Policy loss and aggregation")} == {*POLICY_LOSSES} | {*map(str, Aggregation)}
+    assert {*rows("Advantages")} == {*map(str, AdvantageBaseline)} | {*map(str, AdvantageScale)}
+    assert {*rows("The reference policy")} == {*variants(get_type_hints(AlgorithmConfig)["kl_estimator"])}
+
+
+@pytest.mark.parametrize("kind", [*variants(get_type_hints(AlgorithmConfig)["kl_estimator"])])
+def test_documents_say_where_a_kl_estimator_is_refused(tiny_run: TinyRun, kind: str) -> None:
+    allowed = rows("The reference policy")[kind][3:5]
+    for place, said in zip(("loss", "reward"), allowed, strict=True):
+        run = tiny_run("algorithm.kl_coef=0.1", f"algorithm.kl_estimator.kind={kind}", f"algorithm.kl_in={place}")
+        refused = any("kl_estimator" in problem for problem in algorithm_problems(run))
+        assert refused == (said.strip() != "yes"), (place, said)
 
 
 @pytest.mark.parametrize("preset", PRESETS)

@@ -104,7 +104,9 @@ def test_plan_asks_the_class() -> None:
     assert not [*capability_problems(config_of(EXAMPLE))]
 
 
-@pytest.mark.parametrize("name", ["Unfinished", "not_an_engine", "Unmade", "Overflowing"])
+@pytest.mark.parametrize(
+    "name", ["Unfinished", "not_an_engine", "Unmade", "Overflowing", "TakesNoSampling", "NotAsync", "StopsAsync"]
+)
 def test_class_that_is_no_engine_is_refused_before_the_start(name: str) -> None:
     config = config_of(f"{HERE}.{name}")
     with refused("user_code", KIND) as caught:
@@ -172,6 +174,27 @@ async def test_refusal_of_an_update_reaches_every_request(method: str, monkeypat
         await engine.generate([1], greedy(2), "refused")
 
 
+@pytest.mark.parametrize("reported", [None, [], [None]], ids=str)
+async def test_impossible_hashes_are_one_error_with_the_name_of_the_class(
+    reported: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = driver(config_of(f"{HERE}.Toy"))
+    await engine.start()
+
+    async def hashes() -> Any:
+        return reported
+
+    (bucket,) = pack(engine._engine._model.named_parameters(), bucket_bytes=1 << 30)  # type: ignore[attr-defined]
+    await engine.begin_update(1)
+    await engine.load_bucket(bucket)
+    monkeypatch.setattr(engine._engine, "hashes", hashes)
+    with refused("user_code", KIND) as caught:
+        await engine.finish_update(1, digest_of([bucket]))
+    assert f"{HERE}.Toy" in str(caught.value)
+    with pytest.raises(RunError):
+        await engine.generate([1], greedy(2), "refused")
+
+
 async def test_refusal_of_a_request_names_the_engine_and_not_the_agent() -> None:
     engine = driver(config_of(f"{HERE}.Toy"))
     await engine.start()
@@ -210,6 +233,27 @@ class Endless(Toy):
 
     async def start(self) -> None:
         await asyncio.Event().wait()
+
+
+class TakesNoSampling(Toy):
+    """Does not take what it is called with."""
+
+    async def generate(self, input_ids: list[int]) -> Generation:  # type: ignore[override]
+        raise AssertionError(input_ids)
+
+
+class NotAsync(Toy):
+    """Returns hashes that are awaited."""
+
+    def hashes(self) -> Any:  # type: ignore[override]
+        return []
+
+
+class StopsAsync(Toy):
+    """Would never be stopped."""
+
+    async def stop(self) -> None:  # type: ignore[override]
+        raise AssertionError
 
 
 class Unfinished(RolloutEngine):

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.linalg import vector_norm
 
-from rlsys.algorithms.losses import reduce_stats
+from rlsys.algorithms.losses import POLICY_LOSSES, reduce_stats
 from rlsys.config.algorithm import (
     Aggregation,
     AlgorithmConfig,
@@ -192,6 +192,12 @@ def worlds(tmp_path_factory: pytest.TempPathFactory) -> Worlds:
         return policies, OneProcess(policies)
 
     return world
+
+
+def test_cases_have_every_loss_and_aggregation() -> None:
+    """A new one must be compared on parallel layouts too."""
+    assert {case.policy_loss.kind for case in CASES.values()} == {*POLICY_LOSSES, PARABOLA.kind}
+    assert {case.aggregation for case in CASES.values()} == {*Aggregation}
 
 
 @pytest.mark.parametrize("layout", [*LAYOUTS, *(pytest.param(name, marks=pytest.mark.slow) for name in MORE_LAYOUTS)])

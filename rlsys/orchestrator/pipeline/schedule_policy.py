@@ -111,9 +111,13 @@ class CheckedPolicy:
     def priority(self, group: ReadyGroup) -> float:
         """Return the policy's answer."""
         answer = self._ask(self._policy.priority, group)
-        if not isinstance(answer, Real) or math.isnan(answer):
+        try:
+            rank = float(answer) if isinstance(answer, Real) else math.nan
+        except OverflowError:
+            rank = math.nan
+        if math.isnan(rank):
             raise self.problem(f"priority returned {_shown(answer)}: return a number")
-        return float(answer)
+        return rank
 
     def problem(self, what: str) -> UserError:
         """Return the error that the policy does `what`."""

@@ -379,7 +379,7 @@ class CustomTerm:
             raise self._own.error(f"failed {where} ({one_line(error)})") from error
         try:
             values = np.asarray(result, dtype=np.float64)
-        except (TypeError, ValueError):
+        except (ArithmeticError, RuntimeError, TypeError, ValueError):  # Too large, or a tensor with a gradient.
             values = np.full(1, np.nan)
         wanted, turns = "", len(episode.trajectory.turns)
         if isinstance(result, str | bytes) or values.ndim > 1 or not np.isfinite(values).all():

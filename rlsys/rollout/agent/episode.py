@@ -159,7 +159,7 @@ class Episode:
             return over.finish
         except (UserError, RunError):
             raise
-        except Exception as error:
+        except (Exception, SystemExit) as error:  # SystemExit would end the event loop.
             if not isinstance(agent, OwnComponent):
                 raise
             raise agent.error(f"failed ({one_line(error)})") from error

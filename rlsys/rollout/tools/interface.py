@@ -101,14 +101,9 @@ def tool_tags(tools: Sequence[CustomTool]) -> dict[str, str]:
 
 def open_tools(task: TaskConfig) -> tuple[OpenTool, ...]:
     """Instantiate each tool of `task`. Raises UserError with one line per problem and the code of the first problem."""
-    if problems := list(_problems(task)):
+    if problems := list(check_tools(task)):
         raise UserError("\n".join(map(str, problems)), code=problems[0].code, key=problems[0].key)
     return tuple(_made(tool) for tool in task.tools)
-
-
-def check_tools(task: TaskConfig) -> Iterator[str]:
-    """Yield one sentence for each problem of `task.tools`."""
-    return map(str, _problems(task))
 
 
 def described(tools: Sequence[CustomTool]) -> str:
@@ -120,7 +115,8 @@ def described(tools: Sequence[CustomTool]) -> str:
     )
 
 
-def _problems(task: TaskConfig) -> Iterator[UserError]:
+def check_tools(task: TaskConfig) -> Iterator[UserError]:
+    """Yield each problem of `task.tools`."""
     tags = task.tags
     taken = {"think": "reasoning", tags.search.lower(): "task.tags.search", tags.answer.lower(): "task.tags.answer"}
     taken[tags.information.lower()] = "task.tags.information"

@@ -277,7 +277,7 @@ def _blamed(kind: str, what: str) -> Iterator[None]:
         yield
     except UserError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # SystemExit would end the server.
         if isinstance(error, OSError) and error.errno in FULL:
             raise
         reason = f"{_KEY} {kind}: {what} failed ({one_line(error)}): correct it."

@@ -1,0 +1,224 @@
+"""Tests of components from outside of rlsys whose results nothing can use, or that call `exit()`: one sentence names each."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from rlsys.algorithms import optimizers
+from rlsys.algorithms.kl import KlController
+from rlsys.algorithms.losses import Stats, policy_loss
+from rlsys.config.compose import load_config
+from rlsys.data.trajectory import Finish
+from rlsys.errors import RunError
+from rlsys.observe.trackers import OwnMetrics
+from rlsys.orchestrator.pipeline.grouping import finish
+from rlsys.orchestrator.pipeline.schedule_policy import ReadyGroup, make_policy
+from rlsys.orchestrator.validate import find_problems
+from rlsys.rollout.agent.episode import EpisodeTools, run_episode
+from rlsys.search.index.backend import BackendRetriever
+from rlsys.search.index.make import make_index, recipe
+from tests.extensions.hanging_toys import RELEASED
+from tests.extensions.optimizer_toys import Descent
+from tests.extensions.search_toys import Letters
+from tests.extensions.test_algorithms import batch, group
+from tests.extensions.test_reward import SEARCHES, score
+from tests.rollout.agent.scripted import CODEC, DRAWN, QUESTION, Script
+from tests.support.refusals import refused
+
+HERE = "tests.extensions.test_bad_results"
+
+
+def exits(*_arguments: Any) -> Any:
+    raise SystemExit(3)
+
+
+def texts(episodes: Sequence[Any]) -> Any:
+    return [np.full(len(one.trained), "x") for one in episodes]
+
+
+def with_gradient(episodes: Sequence[Any]) -> Any:
+    return [torch.zeros(len(one.trained), requires_grad=True) for one in episodes]
+
+
+def imaginary(episodes: Sequence[Any]) -> Any:
+    return [np.full(len(one.trained), 1j) for one in episodes]
+
+
+def rotated(logprobs: Tensor, inputs: Any) -> Tensor:  # noqa: ARG001
+    return logprobs * 1j
+
+
+def elsewhere(logprobs: Tensor, inputs: Any) -> Tensor:  # noqa: ARG001
+    return torch.empty_like(logprobs, device="meta", requires_grad=True)
+
+
+def steep(logprobs: Tensor, inputs: Any) -> Tensor:  # noqa: ARG001
+    """Return zeros whose gradient is not a number."""
+    return (logprobs - logprobs.detach()).abs().sqrt()
+
+
+def constant(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
+    return (logprobs - ref_logprobs).square().detach()
+
+
+def above_one(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
+    return (logprobs - ref_logprobs).square() + 1.0
+
+
+def of_a_group(component: str) -> None:
+    finish(group(0.0, 1.0), config_of(f"algorithm.advantage={component}", "algorithm.kl_coef=0"), KlController(0.0))
+
+
+def of_a_loss(component: str) -> Stats:
+    return trained(f"algorithm.policy_loss={component}", "algorithm.kl_coef=0")
+
+
+def of_a_divergence(component: str) -> Stats:
+    return trained(f"algorithm.kl_estimator={component}", "algorithm.kl_coef=0.1")
+
+
+def config_of(*overrides: str) -> Any:
+    return load_config("searchr1_tiny_cpu", overrides).algorithm
+
+
+def trained(*overrides: str) -> Stats:
+    """Compute a loss and its gradient; return the statistics."""
+    logprobs, inputs = batch([1.0, -2.0])
+    total, stats = policy_loss(config_of(*overrides))(logprobs, None, inputs)
+    total.backward()
+    return stats
+
+
+@pytest.mark.parametrize(
+    ("key", "call", "name"),
+    [
+        *(("algorithm.advantage", of_a_group, name) for name in ("texts", "with_gradient", "imaginary", "exits")),
+        *(("algorithm.policy_loss", of_a_loss, name) for name in ("rotated", "elsewhere", "steep", "exits")),
+        *(("algorithm.kl_estimator", of_a_divergence, name) for name in ("rotated", "constant", "steep", "exits")),
+    ],
+)
+def test_result_that_cannot_be_trained_is_named(key: str, call: Callable[[str], Any], name: str) -> None:
+    with refused("user_code", f"{key}.kind") as caught:
+        call(f"{HERE}.{name}")
+    assert f"{HERE}.{name} " in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_divergence_counts_at_trained_tokens_alone() -> None:
+    _, inputs = batch([1.0, -2.0])
+    logprobs, _ = batch([1.0, -2.0])
+    assert inputs.ref_logprobs is not None
+    squares = (logprobs - inputs.ref_logprobs).detach()[0, :2].square()
+    assert float(of_a_divergence(f"{HERE}.above_one")["kl"]) == pytest.approx(2.0 + float(squares.sum()), rel=1e-5)
+
+
+def number_with_gradient(*_arguments: Any) -> Any:
+    return torch.tensor(1.0, requires_grad=True)
+
+
+def number_too_large(*_arguments: Any) -> Any:
+    return 10**400
+
+
+class BrokenMapping(dict[str, float]):
+    def items(self) -> Any:
+        raise LookupError("no items")
+
+
+def mapping(*_arguments: Any) -> Any:
+    return BrokenMapping(a=1.0)
+
+
+@pytest.mark.parametrize("name", ["number_with_gradient", "number_too_large"])
+def test_reward_that_is_no_number_is_named(name: str) -> None:
+    with refused("user_code", f"reward.terms.{HERE}.{name}"):
+        score(load_config("searchr1_tiny_cpu", [f"reward.terms={{{HERE}.{name}: 1}}"]).reward, *SEARCHES)
+
+
+def test_metrics_without_a_number_are_left_out(caplog: pytest.LogCaptureFixture) -> None:
+    names = ("number_too_large", "mapping", "exits")
+    config = load_config("searchr1_tiny_cpu", [f"tracking.metrics=[{','.join(f'{HERE}.{one}' for one in names)}]"])
+    with caplog.at_level(logging.WARNING):
+        assert OwnMetrics(config.tracking.metrics).of([]) == {}
+    assert [one.args[0] for one in caplog.records if isinstance(one.args, tuple)] == [f"own/{name}" for name in names]
+
+
+class RanksTooHigh:
+    def may_admit(self, view: Any) -> bool:
+        return bool(view)
+
+    def priority(self, group: Any) -> Any:  # noqa: ARG002
+        return 10**400
+
+
+def test_priority_that_is_too_large_is_named() -> None:
+    policy = make_policy(load_config("searchr1_tiny_cpu", [f"trainer.schedule={HERE}.RanksTooHigh"]))
+    with refused("user_code", "trainer.schedule.kind"):
+        policy.priority(ReadyGroup(0, QUESTION, oldest=0, ready_since=0, last_step=1))
+
+
+async def leaves(question: Any, tools: Any, recorder: Any) -> Finish:  # noqa: ARG001
+    raise SystemExit(3)
+
+
+def test_agent_that_exits_is_named() -> None:
+    config, script = load_config("searchr1_tiny_cpu", [f"task.agent={HERE}.leaves"]).task, Script(["one"])
+    with refused("user_code", "task.agent.kind"):
+        asyncio.run(run_episode(QUESTION, 3, EpisodeTools(script, script, CODEC, config), DRAWN))
+
+
+class ExitsInSearch(Letters):
+    def search(self, queries: Any, topk: int) -> Any:  # noqa: ARG002
+        raise SystemExit(3)
+
+
+def test_search_that_exits_is_named(tmp_path: Path) -> None:
+    (tmp_path / "corpus.jsonl").write_text('{"id": "p0", "contents": "oak"}\n')
+    kind, out = f"{HERE}.ExitsInSearch", tmp_path / "index"
+    assert make_index(kind, tmp_path / "corpus.jsonl", out, recipe(kind, {}))
+    with pytest.raises(RunError, match=kind):
+        BackendRetriever.open(out, trusted=kind).find(["oak"], 1)
+
+
+class HangsInStep(Descent):
+    def move(self, weight: Tensor) -> Tensor:
+        RELEASED.wait()
+        return super().move(weight)
+
+
+def test_optimiser_that_hangs_is_refused_before_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(optimizers, "TRIAL_S", 0.05)
+    with refused("user_code", "actor.optimizer.kind") as caught:
+        optimizers.state_bytes(
+            load_config("searchr1_tiny_cpu", [f"actor.optimizer={HERE}.HangsInStep"]).actor.optimizer
+        )
+    assert "HangsInStep " in str(caught.value)
+    RELEASED.set()
+    RELEASED.clear()
+
+
+class Silent:
+    """Is no tool: it lacks `call`."""
+
+    name, tag, timeout_s, description = "silent", "silent", 1.0, "say nothing"
+
+
+def test_wrong_class_of_a_tool_has_the_code_of_user_code() -> None:
+    problems = find_problems(load_config("searchr1_tiny_cpu", [f"task.tools=[{HERE}.Silent]"]))
+    assert ("task.tools", "user_code") in {(one.key, one.code) for one in problems}
+
+
+def test_script_that_exits_when_it_is_imported_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "script_of_mine.py").write_text("import sys\nsys.exit(3)\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with refused("user_code", "algorithm.policy_loss.kind"):
+        load_config("searchr1_tiny_cpu", ["algorithm.policy_loss=script_of_mine.loss"])
