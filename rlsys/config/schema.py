@@ -83,8 +83,9 @@ class ModelConfig:
     path: str = REQUIRED
     """Folder of a Hugging Face checkpoint: config.json, safetensors and tokenizer."""
     layers: Layers = Layers.auto
-    """Implementation of Megatron's transformer layers. `te`: Transformer Engine, GPU only. `local`: Torch kernels, several
-    times slower on a GPU. `auto`: `te` on GPUs, where a run without Transformer Engine is refused, and `local` on CPUs."""
+    """Implementation of Megatron's transformer layers. `te`: Transformer Engine, GPU only. `local`: Torch kernels, on a
+    GPU several times slower by estimate. `auto`: `te` on GPUs, where a run without Transformer Engine is refused, and
+    `local` on CPUs."""
     dtype: Dtype = Dtype.bfloat16
     """Numeric type of weights and activations in the actor, critic and inference groups."""
     recompute: bool = False

@@ -41,7 +41,8 @@ BATCH_METRICS = (
     Metric(
         "mfu/actor",
         "share",
-        "rate of these operations relative to the peak of the actor's devices (dense bfloat16, from the data sheet)",
+        "rate of these operations relative to the peak of the actor's devices (dense bfloat16, from the data sheet); "
+        "lower in the first step of a launch, in which a GPU's kernels are compiled",
         "S",
     ),
 )

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import replace
 from math import inf, nan
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import psutil
@@ -20,7 +22,7 @@ import torch
 import bench.gpu.__main__ as gpu
 from bench.gpu import agreement, engine, hashing, logprobs, parity, step
 from bench.gpu.figures import FULL, SMALL, Figure, NotHereError, Outcome, Setting, at_most, compared, holds
-from bench.gpu.part import Part, in_new_process, read, run
+from bench.gpu.part import MODEL_LIMIT_S, PARTS, Part, in_new_process, read, run
 from rlsys.config.schema import Device, Dtype, Layers
 from rlsys.rollout.agent.recorder import Generation
 from rlsys.weights.weight_map import read_architecture
@@ -212,6 +214,34 @@ def test_engine_and_trainer_agree_in_float32_or_within_twice_the_rounding_error(
         assert figures["mean difference"].value == pytest.approx(apart, rel=1e-4)
     ratio = figures["mean ratio of probabilities"].value
     assert ratio == pytest.approx((np.exp(0.01 - 0.021) + np.exp(-0.01 - 0.021)) / 2, rel=1e-4)
+
+
+def test_float32_on_a_gpu_is_never_tf32(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Transformer Engine's products of float32 matrices are in TF32 unless the process's environment forbids it."""
+    checked: list[str] = []
+
+    def stand_in(call: Callable[..., Any], *arguments: Any, environment: Mapping[str, str] | None = None) -> Any:
+        if Dtype.float32 in arguments or (call is parity.one_step and Device.gpu in arguments):
+            assert environment == {"NVIDIA_TF32_OVERRIDE": "0"}
+            checked.append(call.__name__)
+        if call is agreement.sample:
+            return [generation([1], [0])]
+        if call is parity.one_step:
+            return {"loss": 1.0}
+        return [np.full(1, float(Dtype.float32 in arguments), dtype=np.float32)] * (1 + (call is parity.log_probs))
+
+    for module in (parity, agreement):
+        monkeypatch.setattr(module, "in_new_process", stand_in)
+    monkeypatch.setattr(parity, "version_of", lambda _: "1")
+    for part in (parity, agreement):
+        assert list(part.measure(Setting("", SMALL, Device.gpu, tmp_path)))
+    assert checked == ["log_probs"] * 2 + ["one_step"] * 2 + ["score"]
+
+
+def test_parts_run_in_the_order_of_the_document_and_end_within_an_hour() -> None:
+    page = (PROJECT / "docs" / "benchmarks.md").read_text().partition("\n## One GPU\n")[2]
+    assert re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE) == list(PARTS)
+    assert sum(part.limit_s for part in PARTS.values()) + MODEL_LIMIT_S <= 3600
 
 
 def generation(tokens: list[int], versions: list[int], finish: str = "length") -> Generation:

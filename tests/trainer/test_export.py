@@ -16,6 +16,7 @@ from rlsys.errors import RunError
 from rlsys.trainer import export as export_module
 from rlsys.trainer.export import export_plan
 from rlsys.trainer.log_prob import LogProbWorker
+from rlsys.trainer.mesh import mesh_coordinates
 from rlsys.weights.transport import Bucket, digest, unpack
 from rlsys.weights.weight_map import largest_tensor_bytes, read_architecture
 from tests.support import transport_ends as ends
@@ -105,6 +106,18 @@ def test_tensors_of_all_pipeline_stages_arrive_in_device_memory(mode: SyncMode, 
     shape = reference.tiny_config(tied=False)
     models = [reference.make_model(shape, tmp_path / str(seed), seed=seed) for seed in (1, 2)]
     on_ranks(_every_stage_sends, 2, models, tmp_path, mode)
+
+
+@pytest.mark.parametrize(("of_group", "expected"), [("nccl", "cpu:gloo,cuda:nccl"), ("gloo", "gloo")])
+def test_stages_pass_tensors_on_over_nccl_on_gpus(
+    of_group: str, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Over gloo they would cross the bus twice and the network as TCP. Ranks 0 and 4 of two stages own the weights."""
+    made: list[tuple[list[int], str]] = []
+    monkeypatch.setattr(dist, "get_backend", lambda: of_group)
+    monkeypatch.setattr(dist, "new_group", lambda ranks, backend: made.append((ranks, backend)))
+    export_module.owners_group(mesh_coordinates(6, 8, ParallelConfig(tp=2, pp=2)))
+    assert made == [([0, 4], expected)]
 
 
 def _experts_come_together(group: Group, model: Path) -> None:

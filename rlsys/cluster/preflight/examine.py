@@ -453,7 +453,7 @@ def _host_memory(needs: Mapping[str, float], machine: ThisMachine) -> Finding:
     told = {
         "groups": "models and optimisers",
         "pinned": "groups that are off their devices (pinned)",
-        "staged": "weights that engines stage",
+        "staged": "weights that engines stage (pinned on GPUs)",
         "buckets": "weight buckets",
     }
     free, needed = machine.memory_gib(), sum(needs.get(part, 0.0) for part in told)

@@ -8,7 +8,7 @@ from itertools import product
 
 import pytest
 
-from rlsys.cluster.planning.cost import StepCost
+from rlsys.cluster.planning.cost import COMPUTE_SHARE, MEMORY_SHARE, StepCost
 from rlsys.cluster.planning.placement import fullest_device, memory_problems
 from rlsys.cluster.planning.resolve import make_plan
 from rlsys.cluster.planning.splits import NEAR, faster_split, fastest_split
@@ -61,6 +61,42 @@ def test_episodes_in_flight_fill_the_kv_cache(name: str) -> None:
 def test_table_of_splits_is_up_to_date() -> None:
     page = PAGE.read_text()
     assert with_table(page) == page, "run python scripts/split_tables.py"
+
+
+def test_arithmetic_of_the_page_is_that_of_the_model() -> None:
+    """The page explains the row of Qwen2.5-3B: each figure that it derives, in the order of the text."""
+    config = experiment("searchr1_qwen2.5_3b_1node")
+    cost = StepCost(config, read_architecture(config.model.path))
+    config.cluster.placement["inference"] = "4"
+    alone = StepCost(config, cost.model)
+    episode, requests, forward = cost.episode, cost.requests, cost.pass_flops(cost.episode.generated)
+    peak, bandwidth = cost.speed.flops * COMPUTE_SHARE, cost.speed.memory * MEMORY_SHARE
+    matrices = requests * (cost.flops.per_token + cost.flops.per_target) / peak
+    cache = requests * (200 + (850 + 350) / 2) * 36 * 2 * 256 * 2  # Keys and values of 36 layers, 256 of 2 bytes each.
+    assert cost.decode_s(requests) == pytest.approx(matrices + cache / bandwidth)
+    decoding = cost.episodes / 2 * episode.generated / requests * cost.decode_s(requests)
+    last = (3 * 500 - episode.generated) * cost.decode_s(1)
+    figures = [
+        f"512 x 5 = {cost.episodes:,} episodes",
+        f"{episode.total:,} tokens",
+        f"{cost.episodes * episode.total / 1e6:.1f} million tokens",
+        f"{forward / 1e15:.1f} PFLOP",
+        f"{forward / cost.episodes / episode.total / 1e9:.1f} GFLOP",
+        f"= {cost.training_s():.0f} s",
+        f"adds a pass: {4 * forward / (4 * peak):.0f} s",
+        f"= {cost.inference_s():.0f} s",
+        f"it would be {alone.inference_s():.0f} s",
+        f"{requests} episodes at a time",
+        f"{1000 * matrices:.1f} ms for matrix products",
+        f"{1000 * cache / bandwidth:.1f} ms to read {cache / 1e9:.0f} GB",
+        f"{round(requests / cost.decode_s(requests), -2):,.0f} tokens/s",
+        f"decoding takes {decoding:.0f} s, prefill {cost.rollout_s() - decoding - last:.0f} s",
+        f"episode {last:.0f} s: {cost.rollout_s():.0f} s",
+    ]
+    text = " ".join(PAGE.read_text().partition("### The arithmetic")[2].partition("###")[0].split())
+    for figure in figures:
+        _, found, text = text.partition(figure)
+        assert found, f"{figure} is missing or out of order"
 
 
 def all_splits(config: RunConfig) -> Iterator[RunConfig]:
