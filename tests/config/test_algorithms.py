@@ -29,11 +29,11 @@ def test_presets_match_the_documents_table_and_cite_their_source() -> None:
 
 
 def rows(section: str) -> dict[str, list[str]]:
-    """Return the rows of the tables in a section of the page: first column -> other columns."""
+    """Return the rows of the tables in a section of the page, without heads: first column -> other columns."""
     page = (DOCS / "algorithms.md").read_text().partition(f"## {section}\n")[2].partition("\n## ")[0]
     return {
         name: re.split(r"(?<!\\) \| ?", rest)
-        for name, rest in re.findall(r"^\| `(\S+)` \| (.*)\|$", page, re.MULTILINE)
+        for name, rest in re.findall(r"^\| `(\S+)` \| (.*)\|$(?!\n\|---)", page, re.MULTILINE)
     }
 
 
