@@ -28,6 +28,7 @@ from rlsys.errors import UserError
 from rlsys.files import sha256_of
 from rlsys.observe import status
 from rlsys.observe.environment import detect, unmet_requirements
+from rlsys.observe.faults import FAULT_METRICS
 from rlsys.observe.guards import GUARD_METRICS, Alarm
 from rlsys.observe.metrics import Metric
 from rlsys.observe.spans import BATCH_METRICS, peak_flops
@@ -102,6 +103,7 @@ METRIC_TABLES: Mapping[str, Sequence[Metric]] = {
     "Pipeline and engines": (*PIPELINE_METRICS, *ENGINE_METRICS),
     "Evaluations": EVALUATION_METRICS,
     "Guards": GUARD_METRICS,
+    "Faults": FAULT_METRICS,
 }
 """Heading in docs/metrics.md -> its metrics; without those of the user."""
 
@@ -166,6 +168,7 @@ class Run:
         Raises an exception group with a RunError if the search server does not answer.
         """
         self.groups.count_to(step)
+        self.log.faults.step = step
         learners = {name: self.groups.trained[name] for name in learning(self.config, step)}
         status.show("waits for the critic to warm up", *(self.groups.trained.keys() - learners.keys()))
         self.log.begin_step()

@@ -30,6 +30,7 @@ from rlsys.data.trajectory import Group
 from rlsys.errors import RunError, UserError
 from rlsys.files import json_safe, remove_partial_files, write_atomically
 from rlsys.observe.environment import record_launch, tree_cpu_seconds
+from rlsys.observe.faults import FAULTS, FaultLog
 from rlsys.observe.guards import Alarm, Guards, GuardsState
 from rlsys.observe.kept import TrajectoryWriter, remove_trajectories_after
 from rlsys.observe.metrics import UNITS, Metric, explained
@@ -186,6 +187,7 @@ class RunLogger:
         self._recent: list[Span] = []
         self._begun_ns, self._begun_cpu_s = 0, 0.0
         known = history.logs if history else {}
+        self.faults = FaultLog(run_dir / FAULTS)
         self._prompts = LineLog(run_dir / PROMPTS, known.get(PROMPTS))
         self._timeline = LineLog(run_dir / TIMELINE, known.get(TIMELINE))
         self._timeline_start = known.get(TIMELINE, 0)
@@ -242,6 +244,7 @@ class RunLogger:
             **more,
             **update_metrics(updates),
             **self._own_metrics.of(groups),
+            **self.faults.metrics(),
             **self._time_metrics(groups, window),
             "rollout/tokens_per_s": trained["rollout/generated_tokens"] * 1e9 / (window[1] - window[0]),
         }
@@ -349,7 +352,7 @@ class RunLogger:
             self._write_timeline(None, None)
         except RunError as problem:
             _log.warning("%s", problem)
-        for log in (self._prompts, self._timeline, self._trackers):
+        for log in (self.faults, self._prompts, self._timeline, self._trackers):
             log.close()
         try:
             last = deque(self._written_rows(self._timeline_start), maxlen=TRACED_ROWS)
