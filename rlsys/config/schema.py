@@ -477,8 +477,9 @@ class ClusterConfig:
     """Time limit for Ray to provide the devices and for all workers of a group to be ready."""
     call_timeout_s: Seconds = 1800.0
     """Time limit of one call to a worker. On expiry, an engine that does not answer a ping either is dropped. In all
-    other cases the run ends and names the workers that did not answer. With the async schedule and `on_update=finish`
-    the limit must exceed `rollout.episode_timeout_s`, because an update waits for episodes."""
+    other cases the run ends and names the workers that did not answer. With the async schedule, the limit must exceed
+    `rollout.episode_timeout_s` if an update waits for episodes (`on_update=finish`) or for their turns (an engine that
+    cannot continue them)."""
     sync_mode: SyncMode = SyncMode.tensor
     sync_bucket_bytes: Annotated[Count, Unit("bytes")] = 2 * 1024**3
     """Size of one weight bucket; at least the size of the model's largest tensor. Two buckets are in memory at a

@@ -8,8 +8,8 @@ Contract of a driver:
 - Buckets are staged while generation continues: in host memory, or on the engine's first device with
   `cluster.sync_mode=ipc` and an engine that is awake.
 - `finish_update` activates the staged weights: it pauses generation, loads and verifies the weights, and resumes
-  generation. Requests in flight keep their tokens; new requests wait. Each token has the version that sampled it, and
-  its log-prob is under that version.
+  generation. Requests in flight keep their tokens, or end before the pause if the engine cannot continue them under
+  other weights; new requests wait. Each token has the version that sampled it, and its log-prob is under that version.
 - `finish_update` succeeds only if every tensor that the engine reports has the hash of the received tensor.
 - After a failed update, requests in flight and later requests raise the reason, until another update succeeds.
 - If a process of the engine dies, every call raises EngineDied.
@@ -100,6 +100,8 @@ class EngineCounts:
     update_bytes: int = 0
     update_s: float = 0.0
     """Wall time of updates, from `begin_update` to verification; mostly overlaps generation."""
+    drain_s: float = 0.0
+    """Wall time for which activation waited for requests or groups in flight."""
     pause_s: float = 0.0
     """Wall time for which activation paused generation."""
 
@@ -371,10 +373,15 @@ class EngineDriver:
 
     @asynccontextmanager
     async def _paused(self) -> AsyncIterator[None]:
-        """Pause generation. Any failure in the body fails the update."""
+        """Pause generation, after the requests in flight if the engine cannot keep them. Any failure fails the update."""
         self._not_switching.clear()
         started = perf_counter()
         try:
+            if self._requests and not self._engine.capabilities.continues:
+                await self._await_call(asyncio.wait(self._requests))
+                drained = perf_counter()
+                self.counts.drain_s += drained - started
+                started = drained
             await self._update_call(self._engine.pause())
             yield
         except EngineDied:
@@ -562,7 +569,8 @@ class RolloutWorker:
       whose group is aborted, returns its tokens so far, even if the engine does not respond. A resumed episode has the
       full timeout again.
     - `on_update` decides what an activation does to groups in flight. With `finish` they end under the old version
-      while new groups wait, so all tokens of a group have one version. With `continue` they only pause.
+      while new groups wait, so all tokens of a group have one version. With `continue` they only pause, or at most end
+      their turn; see `EngineCapabilities.continues`.
 
     `search.url` must name a running server unless `search.enabled` is false. Workers with different `seed` sample
     differently.
@@ -602,7 +610,6 @@ class RolloutWorker:
         """Timeout that aborts a group -> key and group, for each group in flight."""
         self._episodes = 0
         self._aborted = 0
-        self._drain_s = 0.0
         self.start, self.begin_update = self.engine.start, self.engine.begin_update
         self.sleep, self.wake = self.engine.sleep, self.engine.wake
 
@@ -689,14 +696,14 @@ class RolloutWorker:
             return
         started = perf_counter()
         async with self._draining.closed():
-            self._drain_s += perf_counter() - started
+            self.engine.counts.drain_s += perf_counter() - started
             await self.engine.finish_update(version, digest)
 
     def metrics(self) -> dict[str, float]:
         """Return totals of the engine and the worker since the start, and ratios of totals.
 
-        Metrics named `..._s` are in seconds. `drain_s` is the time for which activations waited until the groups in
-        flight had ended; no group begins meanwhile.
+        Metrics named `..._s` are in seconds. `drain_s` is the time for which activations waited for groups in flight to
+        end, or for requests in flight of an engine that cannot continue them; no other begins meanwhile.
         """
         counts = self.engine.counts
         return {
@@ -713,7 +720,7 @@ class RolloutWorker:
             "update_s": counts.update_s,
             "update_bytes": counts.update_bytes,
             "pause_s": counts.pause_s,
-            "drain_s": self._drain_s,
+            "drain_s": counts.drain_s,
             "asleep_frees_memory": float(self.engine.frees_memory),
             "version": self.engine.version,
             **(search_metrics(self._search) if self._search else {}),

@@ -42,7 +42,8 @@ class EngineCapabilities:
     """Largest tensor-parallel size on each device; a device that is missing is not supported."""
     dtypes: tuple[Dtype, ...] = tuple(Dtype)
     continues: bool = False
-    """True if requests in flight keep their tokens across an update (`pause`, `resume`), as on_update=continue needs."""
+    """True if requests in flight keep their tokens across an update (`pause`, `resume`). Otherwise an update holds new
+    requests back and waits until those in flight have ended; each is one turn of an episode."""
     frees_memory: bool = False
     """True if `sleep` frees the memory of a GPU, as cluster.mode=colocated needs."""
 
@@ -131,7 +132,8 @@ class RolloutEngine(ABC):
 
     @abstractmethod
     async def pause(self) -> None:
-        """Stop sampling before weights are loaded; requests in flight keep their tokens."""
+        """Stop sampling before weights are loaded. Requests in flight keep their tokens; there are none without
+        `EngineCapabilities.continues`."""
 
     @abstractmethod
     async def resume(self) -> None:

@@ -117,14 +117,13 @@ def capability_problems(config: RunConfig) -> Iterator[Problem]:
         yield Problem.of(
             f"rollout.engine.dtype={engine.dtype} is not supported by {kind}: set it to {' or '.join(able.dtypes)}."
         )
-    if on_update(config) is not OnUpdate.finish and not able.continues:
-        schedule = config.trainer.schedule
-        if hasattr(schedule, "on_update"):
-            needs, fix = f"trainer.schedule.on_update={on_update(config)}", "set trainer.schedule.on_update=finish"
-        else:
-            needs = f"trainer.schedule.kind={schedule.kind}, which has no parameter on_update,"
-            fix = "give it the parameter `on_update: OnUpdate = OnUpdate.finish`"
-        yield Problem.of(f"{needs} needs an engine that pauses requests, and {kind} does not: {fix}.")
+    waits = on_update(config) is not OnUpdate.finish and not able.continues
+    timeout_s = config.rollout.episode_timeout_s
+    if waits and config.cluster.call_timeout_s <= timeout_s:
+        yield Problem.of(
+            f"cluster.call_timeout_s={config.cluster.call_timeout_s} must be above rollout.episode_timeout_s={timeout_s}, "
+            f"because {kind} does not pause requests, and the activation of weights waits for them: raise it."
+        )
     if config.cluster.mode is Mode.colocated and device is Device.gpu and not able.frees_memory:
         yield Problem.of(
             f"cluster.mode=colocated needs an engine that frees its GPU's memory while it sleeps, and {kind} does not: "

@@ -99,8 +99,10 @@ def test_plan_asks_the_class() -> None:
         changed = config_of(EXAMPLE, change)
         assert [problem.key for problem in capability_problems(changed)] == [key]
         assert key in [problem.key for problem in find_problems(changed)]
-    asynchronous = config_of(f"{HERE}.Planned", "trainer.schedule=async")
-    assert [problem.key for problem in capability_problems(asynchronous)] == ["trainer.schedule.on_update"]
+    for limit_s, keys in ((300.0, ["cluster.call_timeout_s"]), (301.0, [])):
+        limits = f"cluster.call_timeout_s={limit_s}", "rollout.episode_timeout_s=300"
+        asynchronous = config_of(f"{HERE}.Planned", "trainer.schedule=async", *limits)
+        assert [problem.key for problem in capability_problems(asynchronous)] == keys
     assert not [*capability_problems(config_of(EXAMPLE))]
 
 

@@ -20,6 +20,7 @@ from rlsys.rollout import sglang_cpu
 from rlsys.rollout.agent.episode import EngineDied
 from rlsys.rollout.agent.recorder import TurnSampling
 from rlsys.rollout.engine import DrainLock, EngineDriver, Liveness
+from rlsys.rollout.interface import EngineCapabilities
 from rlsys.rollout.sglang_engine import as_generation, read_stream
 from rlsys.rollout.sglang_weights import sha256_prefix
 from rlsys.rollout.staging import StagedVersion
@@ -51,6 +52,8 @@ class Script:
         self.paused = False
         self.engine = self
         self.watched: list[psutil.Process] = []
+        self.turn_may_end = asyncio.Event()
+        """Set it to answer the requests for the prompt [0]; the others are answered at once."""
 
     def processes(self) -> list[psutil.Process]:
         return self.watched
@@ -90,7 +93,8 @@ class Script:
 
     async def async_generate(self, *, input_ids: list[int], rid: str, **_options: object) -> dict[str, Any]:
         if input_ids == [0]:
-            await asyncio.Event().wait()
+            await self.turn_may_end.wait()
+            self.log.append("turn")
         output = part(7, finish={"type": "stop"})
         output["meta_info"] |= {"id": rid, "weight_version": "0", "cached_tokens": 0}
         return output
@@ -188,13 +192,48 @@ async def test_update_that_differs_from_what_was_sent_refuses_requests(
     await generate(engine, [1])
 
 
-async def test_death_during_a_switch_ends_every_call_with_the_process_id(engine: EngineDriver, script: Script) -> None:
+ENDS_TURNS = EngineCapabilities(continues=False)
+
+
+async def test_engine_that_cannot_continue_turns_ends_them_before_it_switches(
+    engine: EngineDriver, script: Script, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine._engine, "capabilities", ENDS_TURNS)
+    running = [generate(engine, [0]) for _ in range(3)]
+    update = asyncio.create_task(engine.finish_update(1, await stage(engine, 1)))
+    await settle()
+    waiting = generate(engine, [1])
+    await settle()
+    assert (engine.running, engine.version, script.log) == (3, 0, []), "no new turn begins, and nothing is switched"
+    running.pop().cancel()
+    script.turn_may_end.set()
+    await asyncio.wait_for(asyncio.gather(update, waiting, *running), timeout=60)
+    assert script.log == ["turn", "turn", "pause", "begin_update", "load_bucket", "end_update", "checksums", "resume"]
+    assert (engine.version, engine.running) == (1, 0)
+    drained = engine.counts.drain_s
+    assert drained > 0
+    await engine.finish_update(2, await stage(engine, 2))
+    assert engine.counts.drain_s == drained, "nothing to wait for"
+
+
+async def settle() -> None:
+    """Let all tasks run until they wait."""
+    for _ in range(10):
+        await asyncio.sleep(0)
+
+
+@pytest.mark.parametrize("continues", [True, False])
+async def test_death_during_a_switch_ends_every_call_with_the_process_id(
+    engine: EngineDriver, script: Script, monkeypatch: pytest.MonkeyPatch, continues: bool
+) -> None:
     sglang = psutil.Popen(["sleep", "600"])
     engine._liveness = Liveness("The engine", [sglang])
     script.broken, script.how = "load_bucket", hang
+    if not continues:
+        monkeypatch.setattr(engine._engine, "capabilities", ENDS_TURNS)
     running = generate(engine, [0])
     update = asyncio.create_task(engine.finish_update(1, await stage(engine, 1)))
-    await script.reached.wait()
+    await (script.reached.wait() if continues else settle())
     waiting = generate(engine, [0])
     await asyncio.sleep(0)
     sglang.kill()
@@ -262,8 +301,7 @@ async def test_sleep_waits_for_a_bucket_that_is_being_staged(
     staging = asyncio.create_task(engine.load_bucket(bucket))
     await asyncio.to_thread(begun.wait, 60)
     sleeping = asyncio.create_task(engine.sleep())
-    for _ in range(10):
-        await asyncio.sleep(0)
+    await settle()
     assert (left, script.log) == ([], [])
     may_end.set()
     await asyncio.gather(staging, sleeping)
@@ -289,8 +327,7 @@ async def test_closing_drain_lock_waits_for_those_inside_and_blocks_others() -> 
     await asyncio.sleep(0)
     rest = [asyncio.create_task(each) for each in (close("x"), visit("late"), close("y"))]
     cancelled = asyncio.create_task(visit("cancelled"))
-    for _ in range(10):
-        await asyncio.sleep(0)
+    await settle()
     cancelled.cancel()
     with pytest.raises(asyncio.CancelledError):
         await cancelled

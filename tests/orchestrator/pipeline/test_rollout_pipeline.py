@@ -8,18 +8,19 @@ from typing import Any
 
 import pytest
 
+from rlsys.config.schema import RunConfig, TrainerConfig
 from rlsys.data.question import PromptSource, Question
 from rlsys.data.trajectory import Group, Sample, Scores, Trajectory
 from rlsys.errors import root_cause
 from rlsys.orchestrator.engine_pool import NoEngineLeft
 from rlsys.orchestrator.pipeline.rollout_pipeline import Handlers, RolloutPipeline, ScoreBatchSize
 from rlsys.orchestrator.pipeline.scheduler import DropReason, StalenessScheduler
-from rlsys.orchestrator.pipeline.training_step import MiniBatches, learn
+from rlsys.orchestrator.pipeline.training_step import MiniBatches, learn, mini_batches, score_batch_size
 from tests.orchestrator.pipeline.planted import PLANTED
 from tests.orchestrator.pipeline.simulation import Parts, breach_of, simulate
 from tests.orchestrator.pipeline.watched import Property
 from tests.support.trajectories import question, rewarded, trajectory
-from tests.support.virtual_time import run_virtually
+from tests.support.virtual_time import now, run_virtually
 
 SEEDS = 1000
 """Number of seeds in a block; the default suite runs the first block only."""
@@ -47,6 +48,7 @@ class InstantWorkers:
 
     capacity, waits_for, groups = 2, "", ("inference",)
     version = 0
+    batch_size = ScoreBatchSize(1, 1)
 
     async def run_group(self, asked: Question, *_: Any) -> list[Trajectory]:
         return [trajectory(uid=asked.uid, version=self.version)]
@@ -69,7 +71,7 @@ class InstantWorkers:
 
     def pipeline(self, scheduler: StalenessScheduler) -> RolloutPipeline:
         prompts, handlers = PromptSource([question(1), question(2)], seed=0), Handlers(self.reward, lambda group: group)
-        return RolloutPipeline(scheduler, prompts, self, self, handlers, ScoreBatchSize(1, 1), self)
+        return RolloutPipeline(scheduler, prompts, self, self, handlers, self.batch_size, self)
 
 
 def test_group_cancelled_before_its_first_turn_frees_its_slot() -> None:
@@ -101,6 +103,50 @@ def test_death_of_the_last_engine_ends_the_run_while_nothing_rolls() -> None:
     with pytest.raises(ExceptionGroup) as caught:
         run_virtually(pipeline.run())
     assert isinstance(root_cause(caught.value), NoEngineLeft)
+
+
+@pytest.mark.parametrize(("mini_batches_of_step", "most"), [(1, 32), (64, 8)])
+def test_actor_is_not_left_a_long_tail_where_scoring_is_the_slowest_stage(mini_batches_of_step: int, most: int) -> None:
+    """A group rolls out every 0.1 s, is scored in 0.15 s and trained in 0.1 s. If a batch had all groups that wait, the
+    batches would grow by half each time, and a third of the step would be trained after the last of them."""
+
+    class TimedWorkers(InstantWorkers):
+        capacity = 512
+        begun, scored_at = 0, 0.0
+
+        def __init__(self) -> None:
+            self.batch_size, self.sizes = score_batch_size(config), list[int]()
+
+        async def run_group(self, asked: Question, *_: Any) -> list[Trajectory]:
+            self.begun += 1
+            await asyncio.sleep(0.1 * self.begun)
+            return await super().run_group(asked)
+
+        async def compute(self, samples: Sequence[Sample]) -> list[Scores]:
+            await asyncio.sleep(0.15 * len(samples))
+            self.sizes.append(len(samples))
+            self.scored_at = now()
+            return await super().compute(samples)
+
+        async def accumulate(self, samples: Sequence[Sample], *_: Any) -> None:
+            await asyncio.sleep(0.1 * len(samples))
+
+    config = RunConfig(trainer=TrainerConfig(prompts_per_step=512, mini_batches=mini_batches_of_step))
+    workers = TimedWorkers()
+    pipeline = workers.pipeline(StalenessScheduler(512, max_staleness=0))
+
+    async def step() -> float:
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(pipeline.run())
+            await learn(pipeline, {"actor": workers}, workers, mini_batches(config))
+            ended = now()
+            pipeline.stop()
+        return ended
+
+    ended = run_virtually(step())
+    assert (sum(workers.sizes), max(workers.sizes)) == (512, most)
+    assert ended - workers.scored_at <= 0.1 * most + 1e-6, "only the last batch is trained with nothing beside it"
+    assert ended < 1.05 * 512 * 0.15, "scoring alone determines the step"
 
 
 def test_room_that_returns_is_used_at_once() -> None:

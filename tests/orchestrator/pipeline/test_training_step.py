@@ -19,14 +19,7 @@ from rlsys.config.algorithm import AlgorithmConfig, GaeAdvantage
 from rlsys.config.schema import CriticConfig, RunConfig, TrainerConfig
 from rlsys.data.trajectory import Floats, Group, Sample
 from rlsys.orchestrator.pipeline.rollout_pipeline import RolloutPipeline
-from rlsys.orchestrator.pipeline.training_step import (
-    MOST_SCORED_GROUPS,
-    MiniBatches,
-    learn,
-    learning,
-    mini_batches,
-    score_batch_size,
-)
+from rlsys.orchestrator.pipeline.training_step import MiniBatches, learn, learning, mini_batches
 from tests.support.trajectories import question, rewarded, trajectory
 
 Event = tuple[str, int]
@@ -142,7 +135,6 @@ def test_mini_batches_share_all_groups_and_the_larger_ones_are_spread_out(groups
     # The first n mini-batches together have n / count of the groups, rounded down.
     for number, taken in enumerate(accumulate(sizes), start=1):
         assert taken <= Fraction(number * groups, count) < taken + 1
-    assert score_batch_size(config).max_groups == min(max(sizes), MOST_SCORED_GROUPS)
 
 
 def test_critic_learns_alone_during_its_warm_up() -> None:
