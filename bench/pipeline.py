@@ -1,11 +1,14 @@
 """Compares the speed of sequential, pipelined and async runs of the demo with each other and with an ideal schedule.
 
-    python -m bench.pipeline          # speed of every schedule; about 20 minutes on two cores
+    python -m bench.pipeline          # speed of every schedule; about an hour on two cores
+    python -m bench.pipeline --only sequential --only "async 1" --latency recorded     # some rows
     python -m bench.pipeline --em     # adds held-out exact match, staleness and ratios of whole runs, over seeds
 
-Every row is a separate run of `rlsys train`. All runs start from the same weights, have the same number of episodes and
-optimiser steps, and get their searches from one cassette with recorded latencies. The first and the last step are not
-timed: between them, a run with rollouts ahead of training rolls out as much as it trains.
+Every row is the median of `--rounds` separate runs of `rlsys train`. All schedules of a latency run once in each round, in
+turn forwards and backwards (A B, B A, A B), so that a machine whose speed drifts slows all of them alike. All runs start
+from the same weights, have the same number of episodes and optimiser steps, and get their searches from one cassette with
+recorded latencies. The first and the last step are not timed: between them, a run with rollouts ahead of training rolls
+out as much as it trains.
 
     ideal = sum / max(R, I, T, cpu_seconds / cores)
 
@@ -18,10 +21,10 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, median
 from typing import Annotated, Any
 
 import typer
@@ -58,9 +61,16 @@ FINISH = Schedule("async 1, finish", (*ASYNC[0].settings, "trainer.schedule.on_u
 ONE_UPDATE = Schedule("one update", (*PIPELINED.settings, "trainer.mini_batches=1"))
 """Pipelined with one optimiser step per training step, as `algorithm.old_logprobs=actor` needs."""
 OWN = Schedule("one update, own log-probs", (*ONE_UPDATE.settings, "algorithm.old_logprobs=actor"))
+EVERYWHERE = (SEQUENTIAL, PIPELINED, *ASYNC)
+"""Schedules measured at every latency; the others are measured at the recorded one."""
+SCHEDULES = (COLOCATED, *EVERYWHERE, FINISH, ONE_UPDATE, OWN)
 RECORDED = 1.0
-LATENCIES = {RECORDED: "", 0.0: "_without_latency", 4.0: "_at_4x_latency"}
-"""Search latencies as multiples of the recorded latencies -> suffix of their key figures."""
+LATENCIES = {"recorded": RECORDED, "none": 0.0, "4x": 4.0}
+"""Search latency -> multiple of the recorded latencies."""
+SUFFIXES = {RECORDED: "", 0.0: "_without_latency", 4.0: "_at_4x_latency"}
+"""Multiple of the recorded latencies -> suffix of their key figures."""
+TIMES = ("step_s", "rollout_s", "logprob_s", "train_s", "sync_s", "cpu_s", "search_misses", "steps")
+"""Fields of `Measured` that are medians of its runs."""
 STALENESS: dict[str, tuple[Callable[[list[float]], float], str]] = {
     "staleness_mean": (fmean, "staleness/mean"),
     "staleness_max": (max, "staleness/max"),
@@ -75,7 +85,7 @@ STALENESS: dict[str, tuple[Callable[[list[float]], float], str]] = {
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """Means over the measured steps of a run."""
+    """Means over the measured steps of a run, or their medians over the runs of all rounds."""
 
     schedule: str
     latency: float
@@ -88,6 +98,8 @@ class Measured:
     cpu_s: float
     idle: dict[str, float]
     search_misses: float
+    step_s_of_rounds: tuple[float, ...] = ()
+    """Seconds of a step in each round."""
 
     @property
     def ideal_step_s(self) -> float:
@@ -104,30 +116,63 @@ class Measured:
 def main(
     em: Annotated[bool, typer.Option(help="Compare held-out exact match instead of speed; slow.")] = False,
     steps: Annotated[int, typer.Option(help="Steps per run when speed is measured.", min=4)] = 5,
+    rounds: Annotated[int, typer.Option(help="Runs of each row when speed is measured.", min=1)] = 2,
+    latency: Annotated[list[str] | None, typer.Option(help=f"Repeat for several: {', '.join(LATENCIES)}.")] = None,
+    only: Annotated[
+        list[str] | None, typer.Option(help=f"Repeat for several: {'; '.join(one.name for one in SCHEDULES)}.")
+    ] = None,
     seeds: Annotated[int, typer.Option(help="Number of seeds for --em.", min=1)] = 3,
 ) -> None:
     """Measure the schedules on the demo's world."""
-    console = Console()
+    console, plan = Console(), chosen(latency, only)
     cassette = record_searches()
     known = json.loads(RESULT.read_text()) if RESULT.is_file() else {}
-    found = _exact_match(console, cassette, seeds) if em else _speed(console, cassette, steps)
+    found = _exact_match(console, cassette, seeds) if em else _speed(console, cassette, steps, rounds, plan)
     OUT.mkdir(parents=True, exist_ok=True)
     RESULT.write_text(json.dumps(known | found, indent=2) + "\n")
     console.print(f"Written to {RESULT}.", highlight=False)
 
 
-def _speed(console: Console, cassette: Path, steps: int) -> dict[str, Any]:
+def chosen(latencies: Sequence[str] | None, names: Sequence[str] | None) -> dict[float, list[Schedule]]:
+    """Return multiple of the recorded latencies -> schedules to measure; None chooses all. Raises BadParameter."""
+    unknown = [*({*(latencies or ())} - {*LATENCIES}), *({*(names or ())} - {one.name for one in SCHEDULES})]
+    if unknown:
+        raise typer.BadParameter(f"{unknown[0]} is neither a latency nor a schedule; see --help")
+    wanted = [LATENCIES[name] for name in latencies or LATENCIES]
+    return {
+        scale: [one for one in SCHEDULES if (one.name in names if names else one in EVERYWHERE or scale == RECORDED)]
+        for scale in wanted
+    }
+
+
+def in_turn(schedules: Sequence[Schedule], rounds: int) -> list[Schedule]:
+    """Return the schedules once per round, forwards and backwards in turn, so that a steady drift slows them alike."""
+    return [one for number in range(rounds) for one in (schedules if number % 2 == 0 else reversed(schedules))]
+
+
+def median_of(runs: Sequence[Measured]) -> Measured:
+    """Return the medians of runs of one row."""
+    return replace(
+        runs[0],
+        **{name: median(getattr(run, name) for run in runs) for name in TIMES},
+        idle={group: median(run.idle[group] for run in runs) for group in GROUPS},
+        step_s_of_rounds=tuple(run.step_s for run in runs),
+    )
+
+
+def _speed(
+    console: Console, cassette: Path, steps: int, rounds: int, plan: Mapping[float, Sequence[Schedule]]
+) -> dict[str, Any]:
     started = time.perf_counter()
     rows: list[Measured] = []
-    for latency in LATENCIES:
-        schedules = [SEQUENTIAL, PIPELINED, *ASYNC]
-        if latency == RECORDED:
-            schedules = [COLOCATED, *schedules, FINISH, ONE_UPDATE, OWN]
-        for schedule in schedules:
+    for latency, schedules in plan.items():
+        runs: dict[str, list[Measured]] = {one.name: [] for one in schedules}
+        for schedule in in_turn(schedules, rounds):
             console.print(f"{schedule.name}, {latency:g} x the recorded search latency ...", highlight=False)
-            rows.append(_measure(schedule, latency, cassette, steps))
+            runs[schedule.name].append(_measure(schedule, latency, cassette, steps))
+        rows += [median_of(each) for each in runs.values()]
     console.print(_times(rows), _idle(rows))
-    figures = {**_key_figures(rows), "seconds": time.perf_counter() - started, "cores": os.cpu_count()}
+    figures = {**key_figures(rows), "seconds": time.perf_counter() - started, "cores": os.cpu_count()}
     for name, value in figures.items():
         console.print(f"{name} {value:.3f}", highlight=False)
     return {**figures, "rows": [_as_dict(row, rows) for row in rows]}
@@ -193,59 +238,54 @@ def _run(name: str, settings: Iterable[str], cassette: Path) -> Path:
     return training_run(folder, ["eval.interval=0", *settings], cassette)
 
 
-def _sequential(rows: Sequence[Measured], latency: float) -> Measured:
-    return _row(rows, SEQUENTIAL.name, latency)
+def _row(rows: Sequence[Measured], schedule: Schedule, latency: float = RECORDED) -> Measured | None:
+    return next((row for row in rows if (row.schedule, row.latency) == (schedule.name, latency)), None)
 
 
-def _row(rows: Sequence[Measured], schedule: str, latency: float = RECORDED) -> Measured:
-    return next(row for row in rows if (row.schedule, row.latency) == (schedule, latency))
+def key_figures(rows: Sequence[Measured]) -> dict[str, float]:
+    """Return the key metrics of the rows that were measured; each compares rows of one latency."""
+    found: dict[str, float] = {}
 
+    def ratio(name: str, slower: Schedule, faster: Schedule, latency: float = RECORDED) -> None:
+        one, other = _row(rows, slower, latency), _row(rows, faster, latency)
+        if one and other:
+            found[name] = one.step_s / other.step_s
 
-def _key_figures(rows: Sequence[Measured]) -> dict[str, float]:
-    """Return the key metrics at the recorded latency, and those of async runs at every latency."""
-    one, colocated = (_row(rows, schedule.name) for schedule in (ASYNC[0], COLOCATED))
-    figures = {
-        "speedup_pipelined": _speedup(rows, PIPELINED),
-        "speedup_async1_finish": _speedup(rows, FINISH),
-        "speedup_own_logprobs": _row(rows, ONE_UPDATE.name).step_s / _row(rows, OWN.name).step_s,
-        "speedup_async1_vs_colocated": colocated.step_s / one.step_s,
-    }
-    for latency, suffix in LATENCIES.items():
-        ideal = _sequential(rows, latency).ideal
-        speedups = [_speedup(rows, schedule, latency) for schedule in ASYNC]
-        figures |= {f"speedup_async{k}{suffix}": speedup for k, speedup in enumerate(speedups, start=1)}
-        figures |= {f"ideal{suffix}": ideal, f"fraction_of_ideal_async1{suffix}": speedups[0] / ideal}
-    return figures
-
-
-def _speedup(rows: Sequence[Measured], schedule: Schedule, latency: float = RECORDED) -> float:
-    return _sequential(rows, latency).step_s / _row(rows, schedule.name, latency).step_s
+    ratio("speedup_pipelined", SEQUENTIAL, PIPELINED)
+    ratio("speedup_async1_finish", SEQUENTIAL, FINISH)
+    ratio("speedup_own_logprobs", ONE_UPDATE, OWN)
+    ratio("speedup_async1_vs_colocated", COLOCATED, ASYNC[0])
+    for latency, suffix in SUFFIXES.items():
+        for k, schedule in enumerate(ASYNC, start=1):
+            ratio(f"speedup_async{k}{suffix}", SEQUENTIAL, schedule, latency)
+        if sequential := _row(rows, SEQUENTIAL, latency):
+            found[f"ideal{suffix}"] = sequential.ideal
+            if speedup := found.get(f"speedup_async1{suffix}"):
+                found[f"fraction_of_ideal_async1{suffix}"] = speedup / sequential.ideal
+    return found
 
 
 def _as_dict(row: Measured, rows: Sequence[Measured]) -> dict[str, Any]:
-    baseline = _sequential(rows, row.latency)
-    speedup = baseline.step_s / row.step_s
-    idle = {f"idle_{group}": share for group, share in row.idle.items()}
-    times = ("step_s", "rollout_s", "logprob_s", "train_s", "sync_s", "cpu_s", "search_misses", "steps")
-    return {
+    shown = {
         "schedule": row.schedule,
         "latency_scale": row.latency,
-        **{name: getattr(row, name) for name in times},
-        **idle,
-        "speedup": speedup,
-        "ideal": baseline.ideal,
-        "fraction_of_ideal": speedup / baseline.ideal,
+        **{name: getattr(row, name) for name in TIMES},
+        "step_s_of_rounds": row.step_s_of_rounds,
+        **{f"idle_{group}": share for group, share in row.idle.items()},
     }
+    if baseline := _row(rows, SEQUENTIAL, row.latency):
+        speedup = baseline.step_s / row.step_s
+        shown |= {"speedup": speedup, "ideal": baseline.ideal, "fraction_of_ideal": speedup / baseline.ideal}
+    return shown
 
 
 def _times(rows: Sequence[Measured]) -> Table:
-    names = ("step", "rollout", "score", "train", "cpu", "gain", "/ideal")
-    table = _table("Seconds per step", names)
+    table = _table("Seconds per step", ("step", "rounds", "rollout", "score", "train", "cpu", "gain", "/ideal"))
     for row in rows:
-        shown = _as_dict(row, rows)
-        times = (row.step_s, row.rollout_s, row.logprob_s, row.train_s, row.cpu_s)
-        gains = (f"{shown['speedup']:.2f} x", f"{shown['fraction_of_ideal']:.2f}")
-        _add(table, row, [*(f"{value:.2f}" for value in times), *gains])
+        shown, spread = _as_dict(row, rows), " ".join(f"{each:.1f}" for each in row.step_s_of_rounds)
+        times = (row.rollout_s, row.logprob_s, row.train_s, row.cpu_s)
+        gains = (f"{shown['speedup']:.2f} x", f"{shown['fraction_of_ideal']:.2f}") if "speedup" in shown else ("", "")
+        _add(table, row, [f"{row.step_s:.2f}", spread, *(f"{value:.2f}" for value in times), *gains])
     return table
 
 

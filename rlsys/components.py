@@ -11,6 +11,7 @@ defaults, and are checked like every key of the configuration.
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import inspect
 import threading
@@ -113,7 +114,9 @@ def import_component(path: str, key: str) -> Any:
     try:
         return getattr(module, attribute)
     except AttributeError:
-        sentence = f"{module_name} has no attribute {attribute}: define it, or correct the name."
+        close = difflib.get_close_matches(attribute, [name for name in vars(module) if not name.startswith("_")])
+        fix = f"did you mean {' or '.join(close)}?" if close else "define it, or correct the name."
+        sentence = f"{module_name} has no attribute {attribute}: {fix}"
         raise _problem(key, sentence, "unknown") from None
 
 

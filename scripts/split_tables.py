@@ -1,4 +1,4 @@
-"""Writes the table of splits in docs/scale.md, a row for every experiment on GPUs: `python scripts/split_tables.py`."""
+"""Writes the table of splits in docs/scale.md, a row for every experiment on GPUs: `python -m scripts.split_tables`."""
 
 from __future__ import annotations
 

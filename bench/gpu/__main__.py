@@ -1,6 +1,6 @@
 """Checks and measures rlsys on one GPU: kernels, weight transfer, training, the engine, and their agreement.
 
-    python -m bench.gpu                             # one H100 or H200, at most an hour; 20 GB of disk
+    python -m bench.gpu                             # one H100 or H200, at most an hour; 40 GB of disk
     python -m bench.gpu --only logprobs,hash        # some parts
     python -m bench.gpu --small                     # smoke test: a tiny model, with or without a GPU
 
@@ -62,9 +62,10 @@ def main() -> None:
     try:
         chosen = _names("--only", options.only, PARTS) or list(PARTS)
         if options.bundle is None:
+            device = _device(options.small)
             # Ends the part that runs, as an interrupt does.
             signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
-            sys.exit(measure(chosen, options.small))
+            sys.exit(measure(chosen, device, options.small))
         bundle.make(options.bundle, chosen, options.has, options.piece_mib)
     except UserError as problem:
         print(with_code(problem, problem.code), file=sys.stderr)
@@ -96,12 +97,8 @@ def _names(flag: str, given: str, known: Mapping[str, Any]) -> list[str]:
     return [name for name in known if name in names]
 
 
-def measure(chosen: Sequence[str], small: bool) -> int:
-    """Run the parts `chosen`, print the table and write the result file; return the exit status.
-
-    Raises UserError if there is no GPU, unless `small`.
-    """
-    device = _device(small)
+def measure(chosen: Sequence[str], device: Device, small: bool) -> int:
+    """Run the parts `chosen`, print the table and write the result file; return the exit status."""
     scale = "small" if small else "full"
     commit, changed = commit_of(PROJECT)
     versions, result = environment(), RESULTS[scale]

@@ -56,7 +56,9 @@ def make(folder: Path, parts: Sequence[str], has: str, piece_mib: int) -> None:
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError(f"--bundle {folder} exists already: name a new folder.", code="exists", key="--bundle")
     there = _pinned(has.split(","))
-    roots = {name for part in parts for name in (*COMMON, *PARTS[part].packages, *PARTS[part].more)}
+    roots = {
+        name for part in parts for name in (*COMMON, *PARTS[part].packages, *PARTS[part].on_gpu, *PARTS[part].more)
+    }
     python: str = _profile().python
     pins = needed(roots, there)
     if not pins:

@@ -11,6 +11,7 @@ import importlib
 import json
 import multiprocessing
 import os
+import re
 import socket
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -19,7 +20,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from bench.gpu.figures import SCALES, Figure, NotHereError, Setting
+from bench.gpu.figures import PROJECT, SCALES, Figure, NotHereError, Setting
 from rlsys.config.schema import Device
 
 T = TypeVar("T")
@@ -35,6 +36,8 @@ class Part:
     """Time limit on a cold machine: imports, kernels compiled at run time, and 6 GB of weights."""
     packages: tuple[str, ...] = ()
     """Packages that it needs besides `COMMON`, and without which it is skipped."""
+    on_gpu: tuple[str, ...] = ()
+    """More packages that it needs on a GPU."""
     more: tuple[str, ...] = ()
     """Packages without which it measures less."""
     needs_model: bool = True
@@ -47,6 +50,12 @@ MEGATRON, TE = ("megatron-core",), ("transformer-engine",)
 TE_WHEELS = ("transformer-engine-cu13", "transformer-engine-torch")
 """Packages that Transformer Engine consists of on PyPI; a build from its repository has none of them."""
 SGLANG = ("sglang", "transformers")
+RUN = tuple(
+    re.split(r"[<>=]", line)[0].lower().replace("_", "-")
+    for line in (PROJECT / "requirements/base.txt").read_text().splitlines()
+    if not line.startswith("#")
+)
+"""Packages that `rlsys train` imports, besides torch and the engine."""
 COMMON = ("torch", "numpy", "psutil", "rich", "annotated-types", "pyyaml", "xxhash")
 """Packages that the benchmark itself and every part import."""
 MODEL_LIMIT_S = 120.0
@@ -54,14 +63,17 @@ MODEL_LIMIT_S = 120.0
 PARTS: Mapping[str, Part] = {
     "logprobs": Part("logprobs", 150, needs_model=False),
     "hash": Part("hashing", 90, needs_model=False),
-    "sync": Part("sync", 360, MEGATRON),
+    "sync": Part("sync", 300, MEGATRON),
     "nccl": Part("nccl", 90, needs_model=False),
-    "local": Part("step", 480, MEGATRON),
-    "te": Part("step", 420, (*MEGATRON, *TE), TE_WHEELS, on_cpu=False),
-    "parity": Part("parity", 480, MEGATRON, (*TE, *TE_WHEELS)),
-    "offload": Part("offload", 240, MEGATRON),
-    "engine": Part("engine", 720, SGLANG, ("torch-memory-saver",)),
-    "agreement": Part("agreement", 420, (*SGLANG, *MEGATRON), (*TE, *TE_WHEELS)),
+    "local": Part("step", 390, MEGATRON),
+    "te": Part("step", 360, (*MEGATRON, *TE), more=TE_WHEELS, on_cpu=False),
+    "parity": Part("parity", 390, MEGATRON, more=(*TE, *TE_WHEELS)),
+    "offload": Part("offload", 180, MEGATRON),
+    "engine": Part("engine", 660, SGLANG, more=("torch-memory-saver",)),
+    "agreement": Part("agreement", 360, (*SGLANG, *MEGATRON), more=(*TE, *TE_WHEELS)),
+    "colocated": Part(
+        "colocated", 480, (*RUN, *SGLANG), on_gpu=(*TE, "torch-memory-saver"), more=TE_WHEELS, needs_model=False
+    ),
 }
 """Name -> part, in the order in which they run: the cheapest and most certain first. All limits sum to an hour."""
 
@@ -73,7 +85,8 @@ def lacks(part: Part, device: Device, installed: Callable[[str], Any]) -> str:
     """
     if device is Device.cpu and not part.on_cpu:
         return "needs a GPU"
-    missing = [name for name in part.packages if not installed(name)]
+    needed = (*part.packages, *(part.on_gpu if device is Device.gpu else ()))
+    missing = [name for name in dict.fromkeys(needed) if not installed(name)]
     return f"needs {', '.join(missing)}" if missing else ""
 
 

@@ -121,7 +121,8 @@ def sampled_estimator(settings: SampledKl | CustomKl) -> KlEstimator:
 def call_own(own: OwnComponent, logprobs: Tensor, other: Any) -> Any:
     """Call a component from outside of the package in its thread, with the gradient mode and CUDA stream of this one.
 
-    The backward pass raises UserError if the component's gradient is not finite at a trained token.
+    Raises UserError if it changes one of its tensors in place, on which statistics and other terms are computed; the
+    backward pass raises one if its gradient is not finite at a trained token.
     """
     grad, stream = torch.is_grad_enabled(), torch.cuda.current_stream() if logprobs.is_cuda else None
     if grad and logprobs.requires_grad:
@@ -133,7 +134,13 @@ def call_own(own: OwnComponent, logprobs: Tensor, other: Any) -> Any:
         with torch.set_grad_enabled(grad), torch.cuda.stream(stream):
             return own.call(*arguments)
 
-    return own.run(call, logprobs, other)
+    tensors = [logprobs, *([other] if isinstance(other, Tensor) else map(partial(getattr, other), other.__slots__))]
+    counted = [one for one in tensors if isinstance(one, Tensor) and not one.is_inference()]
+    before = [one._version for one in counted]  # torch counts the changes of a tensor and of all of its views.
+    found = own.run(call, logprobs, other)
+    if [one._version for one in counted] != before:
+        raise own.error("changed its arguments in place", "work on copies")
+    return found
 
 
 def check_own(own: OwnComponent, value: Any, logprobs: Tensor, name: str, *, differentiable: bool) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -18,14 +20,17 @@ import numpy as np
 import psutil
 import pytest
 import torch
+from typer.testing import CliRunner
 
 import bench.gpu.__main__ as gpu
-from bench.gpu import agreement, engine, hashing, logprobs, parity, step
+from bench.gpu import agreement, colocated, engine, hashing, logprobs, parity, step
 from bench.gpu.figures import FULL, SMALL, Figure, NotHereError, Outcome, Setting, at_most, compared, holds
 from bench.gpu.part import MODEL_LIMIT_S, PARTS, Part, in_new_process, read, run
+from rlsys.apps.cli.main import app
 from rlsys.config.schema import Device, Dtype, Layers
 from rlsys.rollout.agent.recorder import Generation
 from rlsys.weights.weight_map import read_architecture
+from scripts.memory_tables import gpu_experiments
 from tests.support.paths import PROJECT
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="it is about machines without a GPU")
@@ -36,8 +41,10 @@ def test_a_measurement_that_cannot_begin_is_refused_in_one_line(
     arguments: list[str], code: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["gpu", *arguments])
+    handler = signal.getsignal(signal.SIGTERM)
     with pytest.raises(SystemExit) as refusal:
         gpu.main()
+    assert signal.getsignal(signal.SIGTERM) is handler, "nothing was begun that a signal could end"
     assert refusal.value.code == 2
     said = capsys.readouterr().err
     assert said.endswith(f"[{code}]\n")
@@ -64,7 +71,7 @@ def test_a_part_that_fails_or_hangs_ends_no_other_and_loses_no_figure(
     limits = dict.fromkeys(_SCRIPTS, 100.0) | {"hangs": 4.0}
     monkeypatch.setattr(gpu, "PARTS", {name: Part("", limit, needs_model=False) for name, limit in limits.items()})
     monkeypatch.setattr(gpu, "part_command", lambda name, *_: script(name, Path(_[-1]), tmp_path))
-    assert gpu.measure(list(_SCRIPTS), small=True) == 1
+    assert gpu.measure(list(_SCRIPTS), Device.cpu, small=True) == 1
     found = report(tmp_path)
     assert {name: part["failed"].partition(";")[0] for name, part in found["parts"].items()} == {
         "measures": "",
@@ -93,13 +100,13 @@ def test_parts_that_were_not_chosen_keep_their_results_unless_the_version_change
     names = ("measures", "misses", "lacks")
     monkeypatch.setattr(gpu, "PARTS", {name: Part("", 100, needs_model=False) for name in names})
     monkeypatch.setattr(gpu, "part_command", lambda name, *_: script(name, Path(_[-1]), tmp_path))
-    assert gpu.measure(["misses"], small=True) == 1
+    assert gpu.measure(["misses"], Device.cpu, small=True) == 1
     before = report(tmp_path)["parts"]["misses"]
-    assert gpu.measure(["measures"], small=True) == 0
+    assert gpu.measure(["measures"], Device.cpu, small=True) == 0
     assert list(report(tmp_path)["parts"]) == ["measures", "misses"]
     assert report(tmp_path)["parts"]["misses"] == before
     monkeypatch.setattr(gpu, "commit_of", lambda _: ("another", False))
-    assert gpu.measure(["lacks"], small=True) == 2
+    assert gpu.measure(["lacks"], Device.cpu, small=True) == 2
     assert list(report(tmp_path)["parts"]) == ["lacks"]
 
 
@@ -295,13 +302,63 @@ def test_the_memory_estimate_of_a_step_is_close_to_its_training_states() -> None
     assert states < step.estimate(FULL, 8, Layers.te, recompute=True) < 1.6 * states
 
 
+def test_the_colocated_run_composes_fits_and_is_planned(tmp_path: Path) -> None:
+    shape, tokenizer = colocated.SHAPES[Device.gpu], colocated.SHAPES[Device.cpu]
+    (tmp_path / "model").mkdir()
+    for file in [shape / "config.json", *tokenizer.glob("*token*")]:
+        shutil.copy(file, tmp_path / "model")
+    name, *settings = colocated.overrides(Device.gpu, tmp_path)
+    words = colocated.command(name, settings)
+    assert words[:3] == [sys.executable, "-m", "rlsys.apps.cli.main"]
+    done = CliRunner().invoke(app, [*words[3:], "--dry-run", "--json"])
+    assert done.exit_code == 0, done.output
+    plan = json.loads(done.stdout)
+    assert (plan["batch"]["episodes_per_step"], plan["batch"]["updates"]) == (640, 2 * colocated.STEPS)
+
+
+ROW = {
+    **{"actor/grad_norm": 0.5, "engine/0/version": 2.0, "rollout/tokens_per_s": 9.0, "mfu/actor": 0.4},
+    **{"actor/first_ratio_dev_max": 0.01, "logprob/max_diff": 0.02, "time/step": 78.0},
+    **dict.fromkeys(colocated.STAGES.values(), 3.0),
+    **{"rollout/episodes": 640, "rollout/generated_tokens": 350 * 640},
+    **{"prompt_length/mean": 200.0, "response_length/mean": 1200.0},
+}
+"""Metrics of a step whose episodes have the tokens that docs/scale.md assumes."""
+
+
+def test_figures_of_the_colocated_run_are_read_from_its_metrics() -> None:
+    first = ROW | {"engine/0/version": 1.0, "actor/first_ratio_dev_max": 0.03, "time/training": 9.0}
+    found = {figure.name: figure for figure in colocated.figures([first, ROW])}
+    assert [figure.met for figure in found.values() if figure.required] == [True, True]
+    assert found["training"].value == 3.0, "the first step compiles kernels"
+    assert found["largest distance of a first ratio from 1"].value == 0.03
+    wrong = [
+        ([ROW], 0),
+        ([ROW | {"actor/grad_norm": 0.0}, ROW], 0),
+        ([first, first], 1),
+    ]
+    for rows, check in wrong:
+        assert [figure.met for figure in colocated.figures(rows) if figure.required][check] is False
+
+
+def test_colocated_step_is_compared_with_the_estimate_of_the_document() -> None:
+    """The table of docs/scale.md gives 39 s on an H100."""
+    config = next(one for one in gpu_experiments() if one.name == colocated.EXPERIMENTS[Device.gpu][0])
+    (step,) = colocated.against_estimate(config, ROW, "NVIDIA H100 80GB HBM3")
+    assert step.ratio == pytest.approx(78 / 39, rel=0.02)
+    (alone,) = colocated.against_estimate(config, ROW, "")
+    assert (alone.value, alone.ratio) == (78.0, None)
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize(
     ("parts", "figures"),
     [
         ("sync,local,te,parity,offload", {"sync": 5, "local": 12, "te": 0, "parity": 1, "offload": 11}),
-        pytest.param("engine,agreement", {"engine": 10, "agreement": 4}, marks=pytest.mark.engine),
+        pytest.param(
+            "engine,agreement,colocated", {"engine": 10, "agreement": 4, "colocated": 11}, marks=pytest.mark.engine
+        ),
     ],
 )
 def test_parts_with_megatron_and_sglang_run_at_small_scale(parts: str, figures: dict[str, int], tmp_path: Path) -> None:

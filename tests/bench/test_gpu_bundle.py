@@ -212,12 +212,12 @@ def test_a_package_that_is_there_is_left_out_with_what_only_it_requires() -> Non
 
 def test_every_part_names_packages_that_are_pinned() -> None:
     for part in PARTS.values():
-        names = {*COMMON, *part.packages, *part.more}
+        names = {*COMMON, *part.packages, *part.on_gpu, *part.more}
         assert names <= set(bundle.needed(names, ()))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["hash", "parity", "agreement"])
+@pytest.mark.parametrize("name", ["hash", "parity", "agreement", "colocated"])
 def test_a_part_imports_only_packages_of_its_bundle(name: str, tmp_path: Path) -> None:
     packed = bundle.needed((*COMMON, *PARTS[name].packages), ())
     for found in distributions():

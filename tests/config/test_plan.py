@@ -100,12 +100,13 @@ def test_memory_of_an_engine_with_a_staged_copy_by_hand() -> None:
 
 
 def test_only_groups_that_get_or_pass_on_weights_have_communicators_for_it() -> None:
-    """All three have TP and DP, actor and critic also PP. The actor's second stage passes its weights to the first."""
+    """All three have TP and DP; actor and critic also have PP, and one over all ranks for the norm of the gradient. The
+    actor's second stage passes its weights to the first."""
     config = load_config("searchr1_qwen2.5_32b_8node_ppo")
     model = read_architecture(shape_of(config.model.path))
     groups = ("actor", "critic", "inference")
     communicators = [(group_memory(config, model, one).parts["runtime"] / 2**30 - 0.5) * 4 for one in groups]
-    assert communicators == [2 + 1 + 2, 2 + 1, 2 + 1]
+    assert communicators == [2 + 1 + 1 + 2, 2 + 1 + 1, 2 + 1]
 
 
 def test_memory_tables_page_is_up_to_date() -> None:

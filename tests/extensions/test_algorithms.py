@@ -116,6 +116,10 @@ def not_a_number(logprobs, inputs):
 def with_a_shared_key(logprobs, inputs, *, timeout_s: float = 1.0):
     return logprobs
 
+def in_place(logprobs, inputs):
+    inputs.old_logprobs.view(-1)[0] -= 1.0
+    return -logprobs * inputs.advantages
+
 def without_gradient(logprobs, inputs):
     return logprobs.detach()
 
@@ -261,7 +265,9 @@ def test_component_that_cannot_work_is_refused_before_the_run(
     assert (caught.value.code, caught.value.key) == (code, f"algorithm.{key}")
 
 
-@pytest.mark.parametrize("name", ["raising", "of_wrong_shape", "nothing", "not_a_number", "without_gradient"])
+@pytest.mark.parametrize(
+    "name", ["raising", "of_wrong_shape", "nothing", "not_a_number", "without_gradient", "in_place"]
+)
 def test_loss_that_fails_is_named(own: Own, name: str) -> None:
     loss = policy_loss(own(f"algorithm.policy_loss=toys.{name}").algorithm)
     logprobs, inputs = batch([1.0, -2.0])

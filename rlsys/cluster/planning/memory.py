@@ -339,17 +339,18 @@ def _optimizer_step(rank: StageRank) -> float:
 def _runtime(rank: StageRank) -> float:
     """Return the bytes of the process's CUDA context and of NCCL's buffers.
 
-    There is one communicator per kind of parallelism, one for a broadcast of weights, and one in which the actor's
-    pipeline stages pass weights to the sender.
+    There is one communicator per kind of parallelism, one over all ranks that train, for the norm of the gradient, one for
+    a broadcast of weights, and one in which the actor's pipeline stages pass weights to the sender.
     """
     cluster, parallel = rank.config.cluster, rank.parallel
     if cluster.device is Device.cpu:
         return 0.0
     dp = rank.stage_size // (parallel.tp * parallel.cp)
     kinds = sum(size > 1 for size in (parallel.tp, parallel.pp, parallel.cp, parallel.ep, dp))
+    norm = rank.group != "inference" and rank.stage_size * parallel.pp > 1
     broadcast = not rank.is_critic and cluster.sync_mode is SyncMode.broadcast
     between_stages = rank.group == "actor" and parallel.pp > 1 and cluster.sync_mode is not SyncMode.ipc
-    return CONTEXT_BYTES + NCCL_BYTES * (kinds + broadcast + between_stages)
+    return CONTEXT_BYTES + NCCL_BYTES * (kinds + norm + broadcast + between_stages)
 
 
 def _weight_sync(rank: StageRank) -> float:

@@ -60,7 +60,7 @@ def test_episodes_in_flight_fill_the_kv_cache(name: str) -> None:
 
 def test_table_of_splits_is_up_to_date() -> None:
     page = PAGE.read_text()
-    assert with_table(page) == page, "run python scripts/split_tables.py"
+    assert with_table(page) == page, "run python -m scripts.split_tables"
 
 
 def test_arithmetic_of_the_page_is_that_of_the_model() -> None:
