@@ -3,7 +3,6 @@
 import inspect
 import os
 import pickle
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -66,14 +65,6 @@ def test_a_deprecated_name_is_the_same_module_and_warns_once() -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_the_command_line_runs_under_its_deprecated_name() -> None:
-    done = run("-m", "rlsys.cli.main", "doctor", "--json")
-    assert (done.returncode, done.stdout) == (2, "")
-    assert "--json" in done.stderr
-    assert "Traceback" not in done.stderr
-    assert "Warning" not in done.stderr
-
-
 def test_cudnn_home_names_the_wheel_that_torch_uses(tmp_path: Path) -> None:
     """Checks an environment with the wheel, in which CUDNN_HOME names another cuDNN, and one without the wheel."""
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", "env"], cwd=tmp_path, check=True)
@@ -90,14 +81,6 @@ def test_cudnn_home_names_the_wheel_that_torch_uses(tmp_path: Path) -> None:
 
 
 WANTED, OTHER, FIRST = RunError("actor rank 1 is gone"), UserError("second", code="missing", key="a"), KeyError("x")
-LOG = """
-import logging
-import rlsys
-for level in (logging.DEBUG, logging.INFO, logging.WARNING):
-    logging.getLogger("rlsys.observe.status").log(level, "one of %s", level)
-    logging.getLogger("elsewhere").log(level, "of another library")
-"""
-LINE = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} (\w+) rlsys\.observe\.status: one of \d+")
 
 
 @pytest.mark.parametrize(
@@ -119,12 +102,3 @@ def test_the_root_cause_is_the_first_error_with_a_message_for_users(error: BaseE
 def test_a_pickled_error_keeps_its_code_and_key() -> None:
     arrived = pickle.loads(pickle.dumps(OTHER))
     assert (type(arrived), str(arrived), arrived.code, arrived.key) == (UserError, "second", "missing", "a")
-
-
-def test_rlsys_log_shows_messages_from_its_level_with_time_level_and_name() -> None:
-    lines = run("-c", LOG, RLSYS_LOG="INFO").stderr.splitlines()
-    assert [match[1] for text in lines if (match := LINE.fullmatch(text))] == ["INFO", "WARNING"]
-    assert [text for text in lines if not LINE.fullmatch(text)] == ["of another library"], "its warning, as by default"
-    told, *default = run("-c", LOG, RLSYS_LOG="loud").stderr.splitlines()
-    assert "RLSYS_LOG=loud" in told, "an unknown level"
-    assert default == ["one of 30", "of another library"]

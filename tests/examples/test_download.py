@@ -86,11 +86,6 @@ def test_the_default_downloads_the_flat_index_and_the_corpus(fake: FakeHub, fetc
     assert len(fake.asked) == asked
 
 
-def test_files_of_other_data_sets_keep_their_names(fetch: Download, tmp_path: Path) -> None:
-    fetch("--what", "wiki18-bm25", "asearcher-corpus")
-    assert files(tmp_path) == {"bm25/segments_1": b"", "wiki_corpus.jsonl": CORPUS, "wiki_webpages.jsonl": CORPUS}
-
-
 def write(folder: Path, content: bytes) -> Path:
     folder.mkdir(exist_ok=True)
     (folder / NAME).write_bytes(content)
@@ -175,9 +170,3 @@ def test_an_archive_that_would_exhaust_disk_or_memory_is_refused(tmp_path: Path)
     refused = child.stdout.splitlines()
     assert [str(folder) in line for folder, line in zip(folders, refused, strict=True)] == [True] * len(ATTACKS)
     assert all([path.name for path in folder.iterdir()] == [NAME] for folder in folders)
-
-
-def test_a_highly_compressed_file_of_moderate_size_is_unpacked(tmp_path: Path) -> None:
-    plain = bytes(50 << 20)
-    unpack(write(tmp_path, gzip.compress(plain, 1)), tmp_path / "out", list[int]().append)
-    assert (tmp_path / "out").stat().st_size == len(plain)

@@ -10,6 +10,7 @@ from tests.support.tiny import search_server
 from tests.support.tiny_models import POLICY
 
 
+@pytest.mark.slow
 def test_a_question_is_answered_with_searches(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

@@ -60,22 +60,6 @@ def test_ema_pg_reference_follows_the_policy_and_is_evaluated(tmp_path: Path) ->
     assert checkpoints(run, 2) == {"actor", "reference"}
 
 
-def test_full_vocabulary_kl_with_reference_reset_and_search_r1_compat_trains(tmp_path: Path) -> None:
-    run = Finished(
-        tmp_path,
-        "algorithm=ema_pg",
-        "algorithm.kl_estimator.topk_tokens=null",
-        "algorithm.use_kl_iw=false",
-        "algorithm.ref_policy_reset_period=1",
-        "compat=search_r1",
-        "compat.validation_batch=10",
-        "trainer.steps=2",
-    )
-    assert run.summary["questions"] == 10
-    assert run.rows[1]["kl/k3"] == pytest.approx(0.0, abs=1e-6), "a reset must set the reference to the policy"
-    assert checkpoints(run, 2) == {"actor", "actor_reference", "reference"}
-
-
 def test_guard_alarm_stops_the_run_with_a_checkpoint_and_a_message(tmp_path: Path) -> None:
     stop = ["guards.action=stop", "guards.entropy_floor=100", "guards.patience=1"]
     done = rlsys(*small(tmp_path, *stop, "trainer.steps=3"))

@@ -21,8 +21,9 @@ from tests.support.paths import PROJECT
 from tests.support.runs import LIMIT_S, PATIENT
 
 POLICY = PROJECT / "examples/searchr1/tiny/policy"
-STEPS = 4
-SETTINGS = [f"trainer.steps={STEPS}", "eval.interval=0", "eval.limit=160", "tracking.wandb=false", *PATIENT]
+STEPS = 2
+SETTINGS = [f"trainer.steps={STEPS}", "trainer.prompts_per_step=24", "eval.interval=0", "eval.limit=64"]
+SETTINGS += ["tracking.wandb=false", *PATIENT]
 
 MARK = "RLSYS_TEST_OF_THE_DEMO"
 """Environment variable that marks all processes of the run."""

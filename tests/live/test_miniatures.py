@@ -102,7 +102,7 @@ def test_every_experiment_fits_its_machines_and_has_a_plan(experiment: str, else
     settings = [f"model.path={shape}", *elsewhere]
     done = CliRunner().invoke(app, ["train", "-c", experiment, *settings, "--dry-run", "--json"])
     assert done.exit_code == 0, done.output
-    plan, cluster = json.loads(done.stdout), load_config(experiment, settings).cluster
+    plan, cluster = json.loads(done.stdout), composed(experiment).cluster
     assert plan["device"] == "gpu"
     assert plan["model"]["parameters"] / 1e9 == pytest.approx(BILLIONS[shape.name], rel=0.005)
     assert cluster.devices_per_node is not None, "the experiment must state its machines"

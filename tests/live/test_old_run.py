@@ -13,7 +13,6 @@ import pytest
 import yaml
 
 from rlsys.config.compose import load_config
-from rlsys.observe.run_folder import open_run
 from rlsys.orchestrator.resume import find_origin
 from tests.support.paths import PROJECT
 from tests.support.runs import small, succeed
@@ -51,12 +50,6 @@ def test_old_run_state_is_restored_as_saved(old: Path) -> None:
     assert max(numbers, default=-1) < scheduler.admitted
     assert {*state.pipeline.progress, *state.pipeline.rewarded, *state.pipeline.scored} <= set(numbers)
     assert [row["step"] for row in state.history.evaluations] == [0, 1, 2]
-
-
-def test_old_run_folder_is_read_without_problems(old: Path) -> None:
-    folder = open_run(old / NAME)
-    assert [row["step"] for row in folder.rows] == [1, 2]
-    assert folder.problems == []
 
 
 def test_report_of_an_old_run_is_written(old: Path) -> None:

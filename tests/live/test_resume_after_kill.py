@@ -64,6 +64,7 @@ def test_uninterrupted_run_trains_evaluates_and_saves(uninterrupted: RunResults)
     assert set(uninterrupted.evaluations) >= {"step_000000.json", "step_000002.json", "step_000004.json"}
 
 
+@pytest.mark.slow
 def test_resuming_a_finished_run_trains_nothing_and_keeps_its_results(
     model: Path, uninterrupted: RunResults, tmp_path: Path
 ) -> None:

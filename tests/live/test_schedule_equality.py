@@ -179,7 +179,7 @@ def shares(trained: Sequence[Sequence[str]], case: Case) -> list[frozenset[str]]
     return [frozenset(step[begin:end]) for step in trained for begin, end in cuts]
 
 
-@pytest.mark.parametrize("case", cases(TWO, BATCH, slow=(PLAIN, UNEVEN, FIXED)))
+@pytest.mark.parametrize("case", cases(TWO, slow=(BATCH, PLAIN, UNEVEN, FIXED)))
 def test_schedule_and_arrival_order_do_not_change_the_parameters(
     case: Case, bench: Bench, outcome: Callable[..., Outcome]
 ) -> None:
@@ -209,7 +209,7 @@ def test_async_with_zero_staleness_equals_pipelined(case: Case, outcome: Callabl
     assert distance(free, pipelined) == 0.0
 
 
-@pytest.mark.parametrize("case", cases(PLAIN, slow=(UNEVEN,)))
+@pytest.mark.parametrize("case", cases(TWO, slow=(PLAIN, UNEVEN)))
 def test_two_ranks_and_padding_do_not_change_the_parameters(case: Case, outcome: Callable[..., Outcome]) -> None:
     other = outcome(case, PIPELINED, case.arrivals(1), actor_ranks=2, packing=Packing.padded)
     assert distance(other, outcome(case, SEQUENTIAL, case.arrivals(0))) <= TOLERANCE

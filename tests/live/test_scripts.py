@@ -24,7 +24,6 @@ EXAMPLE = PROJECT / "examples" / "searchr1"
 POLICY = EXAMPLE / "tiny" / "policy"
 LIBRARIES = {"common.sh", "published.sh"}
 RUNNERS = sorted(file.name for file in EXAMPLE.glob("*.sh") if file.name not in LIBRARIES)
-TRAINERS = ["run_main_searchr1_single.sh", "train_ppo.sh", "train_grpo.sh", "train_grpo_ema_pg.sh"]
 
 
 def scripts() -> list[Path]:
@@ -62,9 +61,8 @@ def test_every_script_passes_shellcheck() -> None:
 
 
 @pytest.mark.parametrize("script", RUNNERS)
-@pytest.mark.parametrize("shell", ["sh", "bash"])
-def test_help_needs_no_environment(script: str, shell: str, tmp_path: Path) -> None:
-    done = run(script, "--help", cwd=tmp_path, shell=shell, PYTHON="/bin/false")
+def test_help_needs_no_environment_and_no_bash(script: str, tmp_path: Path) -> None:
+    done = run(script, "--help", cwd=tmp_path, shell="sh", PYTHON="/bin/false")
     assert script in done.stdout
     assert done.stderr.startswith("PYTHON=/bin/false lacks what rlsys needs")
     assert done.returncode == 2
@@ -73,14 +71,10 @@ def test_help_needs_no_environment(script: str, shell: str, tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("script", "arguments", "sentence"),
     [
-        ("run_main_searchr1_single.sh", ["no where/mine.yaml"], "no where/mine.yaml does not exist"),
         ("run_main_searchr1_single.sh", ["nope", "--dry-run"], "--config-name nope: there is no"),
-        ("run_main_searchr1_single.sh", ["searchr1_tiny_cpu", "trainer.steps"], '"trainer.steps" is not a setting'),
         ("run_main_searchr1_multi_node.sh", ["no where/mine.yaml"], "no where/mine.yaml does not exist"),
         ("run_main_searchr1_multi_node.sh", ["searchr1_tiny_cpu", "2"], '"2" is not a setting'),
-        ("train_ppo.sh", ["nq"], '"nq" is not a setting'),
         ("train_ppo.sh", ["--config-dir"], "--config-dir needs a value"),
-        ("train_grpo.sh", ["--dry-run", "model.path=/no model"], "model.path=/no model"),
     ],
 )
 def test_user_mistake_is_reported_in_one_sentence(
@@ -100,7 +94,7 @@ def stand_in(folder: Path, script: str) -> str:
     return str(python)
 
 
-@pytest.mark.parametrize("script", TRAINERS)
+@pytest.mark.parametrize("script", ["run_main_searchr1_single.sh", "train_ppo.sh"])
 def test_nothing_starts_if_the_preflight_fails(script: str, tmp_path: Path) -> None:
     asked = tmp_path / "asked"
     python = stand_in(tmp_path, f'echo "$3 $4 $5" >> "{asked}"\nexit 2')
@@ -121,19 +115,16 @@ def asked_for(tmp_path: Path, script: str, *arguments: str, cwd: Path, **setting
     return [call.splitlines() for call in asked.read_text().removesuffix("\n\n").split("\n\n")]
 
 
-ODD = ["a (b)=c", "für, {all} #1", "it's", 'of "both" it\'s', "to [the] end\\"]
-
-
-@pytest.mark.parametrize("name", ODD)
+@pytest.mark.parametrize("name", ["it's (für), {all}=#1", 'of "both" it\'s', "to [the] end\\"])
 def test_current_directory_may_have_any_name(name: str, tmp_path: Path) -> None:
     here = tmp_path / name
     here.mkdir()
     (here / "train.jsonl").write_text("")
     words = ("searchr1_tiny_cpu", "task.train_path=train.jsonl", "output_dir=out")
-    for script in ("run_main_searchr1_single.sh", "run_main_searchr1_multi_node.sh"):
-        for call in asked_for(tmp_path, script, *words, cwd=here):
-            config = load_config("searchr1_tiny_cpu", call[-2:])
-            assert (config.task.train_path, config.output_dir) == (f"{here}/train.jsonl", f"{here}/out")
+    scripts = ("run_main_searchr1_single.sh", "run_main_searchr1_multi_node.sh")
+    (settings,) = {(*call[-2:],) for script in scripts for call in asked_for(tmp_path, script, *words, cwd=here)}
+    config = load_config("searchr1_tiny_cpu", settings)
+    assert (config.task.train_path, config.output_dir) == (f"{here}/train.jsonl", f"{here}/out")
 
 
 @pytest.mark.parametrize(
@@ -149,20 +140,19 @@ def test_published_variables_may_have_any_characters(script: str, experiment: st
     (here / "my, data").mkdir(parents=True)
     (here / "my, data" / "train.parquet").write_text("")
     named = {"DATA_DIR": "my, data", "BASE_MODEL": "/no/model (3B)", "EXPERIMENT_NAME": "a=b, #1"}
-    for _, *call in asked_for(tmp_path, script, cwd=here, **named):
-        assert experiment in call
-        config = load_config(experiment, [word for word in call if "=" in word])
-        assert config.task.train_path == f"{here}/my, data/train.parquet"
-        assert config.task.eval_path == "my, data/test.parquet"
-        assert (config.model.path, config.name) == (named["BASE_MODEL"], named["EXPERIMENT_NAME"])
+    calls = asked_for(tmp_path, script, cwd=here, **named)
+    assert all(experiment in call for call in calls)
+    (settings,) = {(*(word for word in call if "=" in word),) for call in calls}
+    config = load_config(experiment, settings)
+    assert config.task.train_path == f"{here}/my, data/train.parquet"
+    assert config.task.eval_path == "my, data/test.parquet"
+    assert (config.model.path, config.name) == (named["BASE_MODEL"], named["EXPERIMENT_NAME"])
 
 
 @pytest.mark.parametrize(
     ("given", "passed_on"),
     [
         ('["a.jsonl"]', "'{here}/a.jsonl'"),
-        ("[a.jsonl]", "'{here}/a.jsonl'"),
-        ("a.jsonl", "'{here}/a.jsonl'"),
         ("'a.jsonl'", "'{here}/a.jsonl'"),
         ('["a.jsonl","b.jsonl"]', '["a.jsonl","b.jsonl"]'),
         ("[no.jsonl]", "[no.jsonl]"),

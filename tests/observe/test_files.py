@@ -25,7 +25,7 @@ from rlsys.files import (
     remove_partial_files,
     write_atomically,
 )
-from rlsys.observe.records import LineLog, read_metrics
+from rlsys.observe.records import LineLog
 from rlsys.observe.run_folder import open_run
 from tests.support.answers import answered, asked
 from tests.support.damage import ALIASES, DAMAGES, DEEP, LEVELS, OBJECTS, holding
@@ -62,12 +62,6 @@ def test_only_leftover_partial_files_are_removed(tmp_path: Path) -> None:
     remove_partial_files(tmp_path)
     assert {path.name for path in tmp_path.iterdir()} == {*kept}
     remove_partial_files(tmp_path / "none")
-
-
-def test_last_row_of_a_step_counts(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    path.write_text('{"step": 1, "loss": 0.1}\n{"step": 2, "loss": 0.2}\n{"step": 2, "rew\n{"step": 2, "loss": 2.7}\n')
-    assert [(row["step"], row["loss"]) for row in read_metrics(path)] == [(1, 0.1), (2, 2.7)]
 
 
 def test_only_regular_files_of_limited_size_are_read(tmp_path: Path) -> None:
@@ -114,13 +108,6 @@ def test_yaml_beyond_json_is_refused(tmp_path: Path, text: bytes) -> None:
         read_yaml(file)
 
 
-def test_plain_yaml_is_read(tmp_path: Path) -> None:
-    file = tmp_path / "config.yaml"
-    file.write_text("name: é\ntrainer: {steps: 3, clip: .inf, none: null}\nlist:\n- '2024-01-01'\n")
-    clip = {"steps": 3, "clip": float("inf"), "none": None}
-    assert read_yaml(file) == {"name": "é", "trainer": clip, "list": ["2024-01-01"]}
-
-
 def rows(path: Path) -> list[dict[str, object]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
@@ -163,12 +150,6 @@ def test_incomplete_line_is_ended_before_the_next_row(position: int | None, tmp_
         assert lines[:2] == content.splitlines()[:2]
         assert lines[2] == content[whole:size]
         assert json.loads(lines[3]) == {"row": "new"}
-
-
-def test_any_text_stays_on_one_line(tmp_path: Path) -> None:
-    text = "half a pair \ud83d, a\u2028b\nc\x85d"
-    LineLog(tmp_path / "rows.jsonl").append({text: text})
-    assert rows(tmp_path / "rows.jsonl") == [{text: text}]
 
 
 def test_position_is_synced_to_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

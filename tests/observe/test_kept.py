@@ -3,13 +3,11 @@
 import asyncio
 import errno
 import gzip
-import json
 import logging
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -132,22 +130,6 @@ def test_failed_write_keeps_the_existing_step(tmp_path: Path) -> None:
     assert len(list(read_trajectories(tmp_path, lambda _: None))) == 3
 
 
-@pytest.mark.parametrize(
-    "change", [lambda row: row.pop("answer"), lambda row: row["turns"][0].update(text_2="good")], ids=["less", "more"]
-)
-def test_file_of_another_version_is_one_problem(change: Callable[[dict[str, Any]], object], tmp_path: Path) -> None:
-    for step in (1, 2):
-        write_trajectories(tmp_path, step, select_trajectories([group(step)], step, None, decode_ids))
-    rows = [json.loads(line) for line in gzip.decompress(trajectory_file(tmp_path, 1).read_bytes()).splitlines()]
-    for row in rows:
-        change(row)
-    trajectory_file(tmp_path, 1).write_bytes(gzip.compress(b"".join(json.dumps(row).encode() + b"\n" for row in rows)))
-    problems: list[str] = []
-    assert [one.step for one in read_trajectories(tmp_path, problems.append)] == [2, 2, 2]
-    (problem,) = problems
-    assert problem.startswith("trajectories/step_000001.jsonl.gz")
-
-
 def test_damage_loses_only_the_rows_that_it_hit(tmp_path: Path) -> None:
     for step in (1, 2, 3):
         write_trajectories(tmp_path, step, select_trajectories([group(step)], step, None, decode_ids))
@@ -181,22 +163,6 @@ def sentence_pieces(ids: Sequence[int]) -> str:
 def test_pieces_join_to_the_whole_text(decode: Callable[[Sequence[int]], str], ids: list[int]) -> None:
     pieces = Pieces(decode)(ids)
     assert (len(pieces), "".join(pieces)) == (len(ids), decode(ids))
-
-
-@given(st.text(st.characters(exclude_characters="\ufffd", codec="utf-8"), max_size=40))
-@settings(max_examples=40)
-def test_character_belongs_to_the_last_of_its_tokens(text: str) -> None:
-    expected = [part for char in text for part in [*[""] * (len(char.encode()) - 1), char]]
-    assert list(Pieces(byte_level)(list(text.encode()))) == expected
-
-
-def test_pieces_of_invalid_bytes_are_short() -> None:
-    """Each of thousands of invalid bytes is shown as a short piece near its position."""
-    ids = [0xF0] * 3000 + list("€".encode())
-    pieces = Pieces(byte_level)(ids)
-    assert "".join(pieces) == byte_level(ids)
-    assert max(map(len, pieces)) <= 20
-    assert pieces[-1].endswith("€")
 
 
 class GatedWriter:
@@ -279,14 +245,3 @@ async def test_full_disk_gives_one_warning_and_ends_the_keeping(
     assert [path.name for path in (tmp_path / "trajectories").iterdir()] == ["step_000001.jsonl.gz"]
     (record,) = [one for one in caplog.records if one.levelno >= logging.WARNING]
     assert str(tmp_path / "trajectories" / "step_000002.jsonl.gz") in record.getMessage()
-
-
-async def test_other_write_errors_are_raised(keeper: TrajectoryWriter, monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(*_: object) -> None:
-        raise ValueError("a sample without log-probs")
-
-    monkeypatch.setattr(module, "write_trajectories", broken)
-    await keeper.begin(1, [group(1)], None)
-    with pytest.raises(ValueError, match="without log-probs"):
-        await keeper.begin(2, [group(2)], None)
-    keeper.close()

@@ -18,16 +18,13 @@ from rich.console import Console
 
 from rlsys.data.question import Question
 from rlsys.data.trajectory import Action, Trajectory, Turn
-from rlsys.errors import Interrupted, RunError
 from rlsys.observe.samples import render_sample, visible
 from rlsys.observe.status import (
-    HEARTBEAT_S,
     PLAIN_INTERVAL_S,
     Progress,
     StageState,
     Status,
     StatusFile,
-    ending,
     read_status,
 )
 from tests.support.trajectories import trajectory
@@ -134,21 +131,6 @@ def test_status_file_names_its_process_and_has_null_for_nan(tmp_path: Path) -> N
     assert (found["pid"], found["host"]) == (os.getpid(), socket.gethostname())
 
 
-def test_unchanged_status_is_written_again_after_a_heartbeat(tmp_path: Path) -> None:
-    clock = Clock(1010.0)
-    file = StatusFile(tmp_path / "status.json", clock)
-
-    def written_at(step: int, passed: float) -> float:
-        clock.now += passed
-        file.write(replace(MOMENT, step=step, at=clock.now))
-        return json.loads((tmp_path / "status.json").read_text())["at"]
-
-    assert written_at(3, 0) == 1010.0
-    assert written_at(3, HEARTBEAT_S / 2) == 1010.0
-    assert written_at(4, 0) == 1010.0 + HEARTBEAT_S / 2
-    assert written_at(4, HEARTBEAT_S) == 1010.0 + 1.5 * HEARTBEAT_S
-
-
 def test_end_of_a_run_is_written_on_a_full_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -184,18 +166,3 @@ def test_last_change_reaches_the_status_file_while_the_run_hangs(tmp_path: Path)
         status = read_status(tmp_path) or {}
     assert status["states"]["rollout"]["text"] == "generates 2 groups"
     assert status["ended"] is None
-
-
-@pytest.mark.parametrize(
-    ("error", "text"),
-    [
-        (None, "finished"),
-        (KeyboardInterrupt(), "failed: interrupted"),
-        (Interrupted("Interrupted."), "failed: interrupted"),
-        (RunError("two\nlines"), "failed: two lines"),
-        (ExceptionGroup("tasks", [ValueError("less specific"), RunError("engine 0 died")]), "failed: engine 0 died"),
-        (AssertionError(), "failed: AssertionError"),
-    ],
-)
-def test_ending_is_described_by_its_error(error: BaseException | None, text: str) -> None:
-    assert ending(error) == text

@@ -17,9 +17,6 @@ from rlsys.observe.spans import (
     common_intervals,
     episode_spans,
     merge_intervals,
-    overlap_seconds,
-    peak_flops,
-    utilisation_figures,
     without_intervals,
     write_chrome_trace,
 )
@@ -30,26 +27,6 @@ S = 1_000_000_000
 
 def span(name: str, start: float, end: float, group: str, step: int = 1, lane: str = "main") -> Span:
     return Span(name, int(start * S), int(end * S), group, lane, {"step": step})
-
-
-ONE_STEP = [
-    span("rollout.group", 0, 4, "rollout", lane="a"),
-    span("rollout.group", 0, 10, "rollout", lane="b"),
-    span("logprob.compute", 4, 6, "inference"),
-    span("logprob.compute", 9, 12, "inference"),  # its first second is before the end of the last group
-    span("train.accumulate", 5, 8, "actor", lane="rank 0"),  # its first second overlaps log-probs
-    span("train.accumulate", 5, 7, "actor", lane="rank 1"),
-    span("train.apply", 12, 13, "actor"),
-    span("sync.send", 5, 9, "actor"),  # neither training nor scoring: not counted
-]
-
-
-def test_overlap_is_counted_only_within_the_window() -> None:
-    """Log-probs are computed at 4-6 and 9-10, and the actor trains at 5-8; the union is 4-8 and 9-10."""
-    later = [span("rollout.group", 20, 100, "rollout", step=2), span("train.apply", 20, 30, "actor", step=2)]
-    assert overlap_seconds(ONE_STEP + later, (0, 20 * S)) == pytest.approx(5.0)
-    assert overlap_seconds(ONE_STEP + later, (25 * S, 60 * S)) == pytest.approx(5.0)
-    assert overlap_seconds(ONE_STEP + later, (40 * S, 60 * S)) == 0.0
 
 
 RAW = st.lists(st.tuples(st.integers(0, 30), st.integers(0, 30)))
@@ -109,17 +86,6 @@ def test_chrome_trace_has_named_rows_without_partial_overlap(tmp_path: Path) -> 
                 assert second["ts"] + second["dur"] <= first["ts"] + first["dur"]
     apply = next(e for e in events if e["name"] == "train.apply")
     assert (apply["ts"], apply["dur"], apply["args"]) == (19e6, 1e6, {"step": 1})
-
-
-def test_device_peaks_add_up_and_an_unknown_device_makes_the_sum_unknown() -> None:
-    """The peaks come from the vendors' data sheets; a device is identified by whole words of its name."""
-    assert peak_flops(["NVIDIA H100 PCIe", "NVIDIA L4"]) == pytest.approx((756 + 121) * 1e12)
-    assert peak_flops(["NVIDIA H100 PCIe", "cpu"]) is None
-    assert peak_flops(["NVIDIA A10G"]) is None, "an A10G is not an A10"
-    assert peak_flops([]) is None
-    assert utilisation_figures(6e12, 2.0, None) == {"perf/actor_tflops": 3.0}, "the rate is known without a peak"
-    assert utilisation_figures(6e12, 2.0, 12e12) == {"perf/actor_tflops": 3.0, "mfu/actor": 0.25}
-    assert utilisation_figures(6e12, 0.0, 12e12) == {}
 
 
 def call(group: str, end_ns: int, tokens: int, room: int, budget: int) -> Span:

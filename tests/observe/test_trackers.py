@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from rlsys.config.schema import TrackingConfig, WandbMode
-from rlsys.errors import RunError
+from rlsys.config.schema import TrackingConfig
 from rlsys.observe.records import LineLog, read_metrics
 from rlsys.observe.trackers import LoggedRow, ResumePoint, Trackers, WandbTracker, open_trackers
 
@@ -147,21 +146,3 @@ def test_real_offline_wandb_run_is_replaced_on_resume(tmp_path: Path) -> None:
     (part,) = (tmp_path / "wandb").glob("offline-run-*")
     assert part.name.endswith(ids["wandb"])
     assert list(part.glob("*.wandb"))
-
-
-@pytest.mark.parametrize(("switch", "mode"), [("offline", WandbMode.auto), ("online", WandbMode.offline)])
-def test_either_offline_switch_wins_over_an_api_key(
-    switch: str, mode: WandbMode, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
-    monkeypatch.setenv("WANDB_MODE", switch)
-    asked = fake_wandb(monkeypatch)
-    WandbTracker(tmp_path, "run", TrackingConfig(wandb_mode=mode), {})
-    assert asked[0]["mode"] == "offline"
-
-
-def test_online_mode_without_an_account_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = fake_wandb(monkeypatch)
-    with pytest.raises(RunError, match="online"):
-        WandbTracker(tmp_path, "run", TrackingConfig(wandb_mode=WandbMode.online), {})
-    assert asked == [{"prompt": False}], "a prompt would block the run"

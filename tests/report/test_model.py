@@ -225,33 +225,3 @@ def test_measured_results_give_one_row_per_set(tmp_path: Path) -> None:
     assert {k: chance["mean"] for k, chance in rows[0]["pass_at"].items()} == {"1": 0.5, "2": 1.0}
     how = [(row["model"], row["engine"], row["baseline"], row["samples"]) for row in rows[:2]]
     assert how == [("/m", "sglang", "none", 2), ("hf", "transformers", "cot", 1)]
-
-
-@pytest.mark.parametrize(
-    ("old", "new"), [('"settings"', '"sets"'), ('"mean": 1.0', '"mean": NaN'), (None, '{"settings": 3, "sets": [1]}')]
-)
-def test_damaged_results_are_reported_and_the_others_are_read(tmp_path: Path, old: str | None, new: str) -> None:
-    folder = made_run(tmp_path / "run", Maker(Size(steps=1, groups=1)))
-    damaged, _ = (add_measured(folder, name, answered(asked(1, "Nile"), "Nile")) for name in ("eval", "eval-2"))
-    assert old is None or old in damaged.read_text()
-    damaged.write_text(damaged.read_text().replace(old, new, 1) if old else new)
-    run = build([open_run(folder)])["runs"][0]
-    assert [row["folder"] for row in run["measured"]] == ["eval-2"]
-    assert [one.split()[0] for one in run["problems"] if one.startswith("eval")] == ["eval/results.json"]
-
-
-def test_chunks_keep_their_numbers_while_a_run_goes_on(tmp_path: Path) -> None:
-    """A page that is already open asks for chunks by their old numbers."""
-    folder = made_run(tmp_path / "run", Maker(Size(steps=3)))
-    late = [folder / "trajectories/step_000003.jsonl.gz", *folder.glob("evaluations/step_000003.json*")]
-    contents = [file.read_bytes() for file in late]
-    for file in late:
-        file.unlink()
-    before: dict[int, Any] = {}
-    build([open_run(folder)], before.__setitem__)
-    for file, content in zip(late, contents, strict=True):
-        file.write_bytes(content)
-    after: dict[int, Any] = {}
-    build([open_run(folder)], after.__setitem__)
-    assert len(after) == len(before) + 2
-    assert after.items() >= before.items()

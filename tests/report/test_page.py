@@ -1,7 +1,6 @@
 """Tests of the report and the live page in a real browser: views, interaction, and hostile text."""
 
 import re
-from importlib.resources import files
 from pathlib import Path
 
 import numpy as np
@@ -9,13 +8,12 @@ import pytest
 from playwright.sync_api import expect
 
 from rlsys.observe.run_folder import RunFolder, open_run
-from rlsys.report.report_page import bundle, write_report
+from rlsys.report.report_page import write_report
 from tests.report.watch.test_server import watching
 from tests.support.answers import answered, asked
 from tests.support.browser import DESKTOP, PHONE, Look, browser, look
 from tests.support.growing_run import add_evaluation, add_step, write_run, write_status
-from tests.support.made_run import UNITS_OF, Maker, Size, add_measured, made_run
-from tests.support.ports import free_port
+from tests.support.made_run import Maker, Size, add_measured, made_run
 
 __all__ = ["browser", "look"]
 
@@ -65,12 +63,6 @@ def test_every_view_opens_directly_and_fits_the_screen(
     assert set(opened.requests) == {report.resolve().as_uri()}, "the page may load nothing else"
 
 
-def test_metric_has_the_format_of_its_unit_and_its_meaning(report: Path, look: Look) -> None:
-    page = look(at(report, "view=curves&figure=exact_match")).page
-    figure = page.locator("figure", has=page.get_by_title(UNITS_OF["reward/exact_match"][1]))
-    expect(figure.locator("figcaption")).to_contain_text("%")
-
-
 def test_filters_select_trajectories_and_stay_in_the_address(run: RunFolder, report: Path, look: Look) -> None:
     kept = list(run.trajectories())
     page = look(at(report, "view=trajectories")).page
@@ -112,26 +104,6 @@ def test_trajectory_is_shown_token_by_token(run: RunFolder, report: Path, look: 
     assert opened.problems == []
 
 
-def test_several_runs_are_compared(run: RunFolder, tmp_path: Path, look: Look) -> None:
-    other = open_run(made_run(tmp_path / "second", Maker(Size(steps=4), seed=1), trainer={"steps": 4, "seed": 7}))
-    opened = look(write_report([run, other], tmp_path / "both.html"))
-    page = opened.page
-    expect(page.get_by_role("region", name="Runs side by side")).to_contain_text("second")
-    differing = page.get_by_role("region", name="Settings that differ").locator("tbody tr")
-    assert [row.split("\n")[0] for row in differing.all_inner_texts()] == [
-        "trainer.seed\tabsent\t7",
-        "trainer.steps\t3\t4",
-    ]
-    page.get_by_role("button", name="second").click()
-    page.get_by_role("link", name="Trajectories").click()
-    expect(page.locator("output")).to_contain_text("of 64")
-    page.locator("#results .card").nth(40).click()
-    page.locator(".tok").first.wait_for()
-    kept = list(other.trajectories())[40]
-    expect(page.locator(".tok").first).to_have_text(kept.pieces[0])
-    assert opened.problems == []
-
-
 def test_untrusted_text_stays_text(tmp_path: Path, look: Look) -> None:
     folder = made_run(
         tmp_path / "<img src=x onerror=alert(1)>\u202e\x1b", Maker(Size(steps=1), words=EVIL), name="</script><b>"
@@ -167,21 +139,6 @@ def test_missing_parts_break_no_view(tmp_path: Path, look: Look) -> None:
         assert opened.problems == []
 
 
-@pytest.mark.parametrize(
-    ("low", "high", "ticks"),
-    [("-3", "3", [-2, 0, 2]), ("0.9999999999999999", "1", None), ("1e308", "Infinity", None), ("NaN", "1", [])],
-)
-def test_axis_has_few_ticks(look: Look, low: str, high: str, ticks: list[float] | None) -> None:
-    static = files("rlsys.report") / "static"
-    sources = {one.name: one.read_text() for one in static.iterdir() if one.name.endswith(".js")}
-    sources["test.js"] = f'import {{ niceTicks }} from "./chart.js";\nwindow.found = niceTicks({low}, {high}, 3);\n'
-    page = look("about:blank").page
-    page.evaluate(bundle(sources, "test.js"))
-    shown = page.evaluate("window.found")
-    assert len(shown) <= 50
-    assert ticks is None or shown == pytest.approx(ticks)
-
-
 def test_live_page_follows_a_run_from_before_its_first_step_to_its_end(tmp_path: Path, look: Look) -> None:
     folder = write_run(tmp_path / "run")
     with watching(folder) as (address, _):
@@ -201,18 +158,3 @@ def test_live_page_follows_a_run_from_before_its_first_step_to_its_end(tmp_path:
         page.wait_for_selector(".live:has-text('The run is over')")
         assert looked.problems == []
         assert {request.startswith(address) for request in looked.requests} == {True}
-
-
-def test_live_page_shows_a_step_made_while_the_server_was_down(tmp_path: Path, look: Look) -> None:
-    folder = write_run(tmp_path / "run")
-    add_step(folder, 1, **{"time/step": 3.0})
-    write_status(folder)
-    port = str(free_port())
-    with watching(folder, "--port", port) as (address, _):
-        page = look(address).page
-        page.wait_for_selector(".tiles:has-text('mean of 1 step')")
-    page.wait_for_selector(".live:has-text('The server does not answer')")
-    add_step(folder, 2, **{"time/step": 3.0})
-    with watching(folder, "--port", port):
-        page.wait_for_selector(".tiles:has-text('mean of 2 steps')")
-        page.wait_for_selector(".live:has-text('step 1 of 9')")

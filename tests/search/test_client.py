@@ -136,12 +136,3 @@ async def test_malformed_answers_fail_over_or_give_a_typed_failure(reply: bytes,
 def test_wrong_urls_are_refused(urls: str | list[str], code: Code, key: str) -> None:
     with refused(code, key):
         SearchClient(urls)
-
-
-def test_impossible_hedging_and_tokens_are_refused() -> None:
-    for urls, after_s in ((["http://a"], 1.0), (["http://a", "http://b"], 30.0), (["http://a", "http://b"], 0.0)):
-        with refused("conflict", "search.hedge_after_s"):
-            SearchClient(urls, hedge_after_s=after_s, timeout_s=30.0)
-    for token in ("", " token", "new\nline", "tökén"):
-        with refused("malformed", "token"):
-            SearchClient("http://127.0.0.1:8000", token=token)

@@ -1,25 +1,20 @@
 """Tests of connection limits: number, header size and time, under a virtual clock and without sockets."""
 
 import asyncio
-import resource
 
 import pytest
 from starlette.types import Receive, Scope, Send
 from uvicorn.server import ServerState
 
-from rlsys.apps.chat import web as chat
-from rlsys.report import watch
 from rlsys.search.connections import (
     FLUSH_S,
     HEAD_BYTES,
     HEAD_S,
     MAX_HEADERS,
-    Connections,
     LimitedConfig,
     LimitedHttp,
     LimitedServer,
 )
-from rlsys.search.server import command
 from tests.support.virtual_time import virtually
 
 HEAD = b"GET / HTTP/1.1\r\nHost: a\r\n"
@@ -173,24 +168,3 @@ async def test_headers_are_limited_for_each_request(sent: bytes, status: bytes) 
         await connection.send(sent)
     assert statuses(connection.received) == [status] * times
     assert connection.is_open == (status == b"200")
-
-
-@virtually
-async def test_one_pipelined_request_is_accepted_and_a_second_closes_the_connection() -> None:
-    server = Server()
-    server.may_answer.clear()
-    two, three = [await server.connected(count * (HEAD + b"\r\n")) for count in (2, 3)]
-    assert (two.is_open, three.is_open) == (True, False)
-    server.may_answer.set()
-    assert statuses(await two.send(b"")) == [b"200"] * 2
-
-
-def test_the_connection_limit_leaves_file_descriptors_for_other_uses(monkeypatch: pytest.MonkeyPatch) -> None:
-    for files, most in ((256, 128), (1024, 896), (10_000, 4096), (resource.RLIM_INFINITY, 4096)):
-        monkeypatch.setattr(resource, "getrlimit", lambda _, files=files: (files, files))
-        assert Connections(4096).most == most
-
-
-@pytest.mark.parametrize("server", [command._Server, chat._Server, watch._Server])
-def test_every_server_limits_its_connections(server: type) -> None:
-    assert issubclass(server, LimitedServer)

@@ -118,24 +118,6 @@ async def test_an_invalid_body_gets_a_4xx_that_names_its_field(body: bytes, stat
     assert answer.json()["detail"].startswith(field)
 
 
-@pytest.mark.parametrize(
-    ("method", "path", "headers", "status"),
-    [
-        ("POST", "/access", {}, 404),
-        ("POST", "/retrieve", {}, 200),
-        ("POST", "/retrieve", {"Content-Type": "application/json; charset=utf-8"}, 200),
-        ("POST", "/retrieve", {"Content-Type": "application/x-www-form-urlencoded"}, 415),
-        ("POST", "/retrieve", {"Content-Type": "application/json", "Content-Encoding": "gzip"}, 415),
-    ],
-)
-async def test_wrong_paths_methods_and_content_types_get_a_4xx(
-    method: str, path: str, headers: dict[str, str], status: int
-) -> None:
-    async with in_process(Gated()) as client:
-        answer = await client.request(method, path, content=b'{"queries": ["a"]}', headers=headers)
-    assert answer.status_code == status
-
-
 async def test_a_body_that_takes_too_long_is_refused_and_the_connection_closed() -> None:
     async def endless() -> AsyncIterator[bytes]:
         while True:

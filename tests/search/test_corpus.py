@@ -156,35 +156,6 @@ def test_a_damaged_offsets_file_is_never_used(tmp_path_factory: pytest.TempPathF
     assert sidecar.read_bytes() == whole
 
 
-def test_offsets_go_to_the_cache_or_memory_when_the_folder_is_not_writable(
-    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    path.with_name("corpus.jsonl.offsets").mkdir()  # a folder stops root too
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    assert scans(path)
-    assert not scans(path)
-    assert len(list((tmp_path / "cache" / "rlsys").iterdir())) == 1
-    assert not caplog.records
-    (tmp_path / "file").touch()
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    assert scans(path)
-    assert [record.levelname for record in caplog.records] == ["WARNING"]
-    assert scans(path)
-    assert names_beside(path) == ["corpus.jsonl", "corpus.jsonl.offsets"]
-
-
-def test_a_file_that_changes_while_it_is_scanned_is_refused(path: Path) -> None:
-    scan = corpus_module._write_offsets
-
-    def scan_later(*given: Any) -> Any:
-        append(path)
-        return scan(*given)
-
-    with patch.object(corpus_module, "_write_offsets", scan_later), refused("in_use", path):
-        Corpus.open(path)
-    assert names_beside(path) == ["corpus.jsonl"]
-
-
 def test_a_file_that_shrinks_while_it_is_open_raises_a_run_error(path: Path) -> None:
     corpus = Corpus.open(path)
     os.truncate(path, 100)

@@ -56,6 +56,7 @@ def test_an_unknown_model_is_refused_and_leaves_no_process() -> None:
     assert encoder_workers() == others
 
 
+@pytest.mark.slow
 def test_two_processes_give_the_same_vectors_and_a_killed_one_ends_the_work() -> None:
     taken = 0
 

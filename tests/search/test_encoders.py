@@ -1,6 +1,5 @@
 """Tests of encoders and rerankers against sentence-transformers and transformers, and of shared forward passes."""
 
-import json
 import os
 import shutil
 from collections.abc import Callable
@@ -33,7 +32,6 @@ from transformers import RobertaForSequenceClassification as Roberta
 
 from rlsys.errors import Code
 from rlsys.search.encoders.encoder import Batch, Encoder, Lines, PassCost, Reranker, plan, shares_lines
-from rlsys.search.encoders.spec import family_of_name
 from tests.search.tiny_encoders import SHAPE, bert, minilm_tokenizer, save
 from tests.support.refusals import refused
 
@@ -132,43 +130,6 @@ def test_a_folder_of_sentence_transformers_gives_the_same_vectors(
     np.testing.assert_allclose(encoder.encode_passages(TEXTS), reference.encode_document(TEXTS), atol=1e-5)
 
 
-def test_files_of_sentence_transformers_that_contradict_the_name_are_refused(copy: Path) -> None:
-    modules, pooling = copy / "modules.json", copy / "1_Pooling" / "config.json"
-    pooling.parent.mkdir()
-    parts = {"Transformer": ".", "Pooling": "1_Pooling", "Normalize": "2_Normalize"}
-    modules.write_text(json.dumps([{"type": f"st.{kind}", "path": path} for kind, path in parts.items()]))
-    pooling.write_text(json.dumps({"pooling_mode_cls_token": True, "pooling_mode_mean_tokens": False}))
-    with refused("conflict", "family"):
-        Encoder.load(str(copy))
-    assert Encoder.load(str(copy), "e5").facts.family.pooling == "mean"
-    assert Encoder.load(str(copy), "sentence-transformers").facts.family.pooling == "cls"
-    pooling.write_text(json.dumps({"pooling_mode": ["mean", "max"]}))
-    with refused("unsupported", pooling):
-        Encoder.load(str(copy))
-    modules.write_text("{")
-    with refused("malformed", modules):
-        Encoder.load(str(copy))
-
-
-@pytest.mark.parametrize(
-    ("name", "family"),
-    [
-        ("intfloat/e5-base-v2", "e5"),
-        ("intfloat/e5-mistral-7b-instruct", "e5-mistral-instruct"),
-        ("facebook/dpr-ctx_encoder-single-nq-base", "dpr"),
-        ("someone/bge-e5", None),
-        ("e5/none", None),
-    ],
-)
-def test_the_family_is_recognised_by_whole_words_of_the_name(name: str, family: str | None) -> None:
-    assert family_of_name(name) == family
-
-
-def test_each_setting_of_the_family_can_be_overridden(model: BertModel, saved: str) -> None:
-    encoder = Encoder.load(saved, "e5", pooling="last", query_prefix="q ", passage_prefix="", normalize=False)
-    assert_encodes(encoder, "q ", "", lambda text: alone(model, text).last_hidden_state[0, -1].numpy())
-
-
 @pytest.mark.parametrize(("architecture", "projection"), [(DPRContextEncoder, 0), (DPRQuestionEncoder, 8)])
 def test_both_dpr_encoders_load_their_own_weights(tmp_path: Path, architecture: Any, projection: int) -> None:
     torch.manual_seed(0)
@@ -176,11 +137,6 @@ def test_both_dpr_encoders_load_their_own_weights(tmp_path: Path, architecture: 
     encoder = Encoder.load(save(dpr, tmp_path / "encoder"), "dpr")
     assert encoder.facts.dimension == (projection or 16)
     assert_encodes(encoder, "", "", lambda text: alone(dpr, text).pooler_output[0].numpy())
-
-
-def test_blank_texts_and_invalid_unicode_are_encoded(encoder: Encoder) -> None:
-    assert np.isfinite(encoder.encode_queries(["", " ", "\x00", "\ud83d\x00", "\ufeff"])).all()
-    np.testing.assert_allclose(encoder.encode_passages(["a\udc80b"]), encoder.encode_passages(["a?b"]), atol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -274,13 +230,6 @@ def test_scores_equal_cross_encoder_for_each_activation_in_config_json(tmp_path:
     assert Reranker.load(folder).scores([]) == []
 
 
-def test_the_score_of_two_labels_is_the_probability_of_the_second(tmp_path: Path) -> None:
-    folder = tiny(tmp_path, labels=2)
-    logits = CrossEncoder(folder, device="cpu").predict(PAIRS)
-    expected = np.exp(logits[:, 1]) / np.exp(logits).sum(axis=1)
-    np.testing.assert_allclose(Reranker.load(folder).scores(PAIRS), expected, atol=1e-5)
-
-
 def test_a_model_without_token_types_works_and_long_pairs_are_truncated(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = Roberta(RobertaConfig(**SHARP, num_labels=1, pad_token_id=0, max_position_embeddings=65)).eval()
@@ -295,14 +244,6 @@ def test_a_model_without_token_types_works_and_long_pairs_are_truncated(tmp_path
         assert score == pytest.approx(float(logit.sigmoid()), abs=1e-5)
     with refused("out_of_range", "max_tokens"):
         Reranker.load(folder, max_tokens=65)
-
-
-def test_models_that_are_no_rerankers_are_refused(tmp_path: Path) -> None:
-    tanh = {"activation_fn": "torch.nn.modules.activation.Tanh"}
-    three, other = tiny(tmp_path / "three", labels=3), tiny(tmp_path / "tanh", sentence_transformers=tanh)
-    for name, code in (("minilm", "mismatch"), (three, "unsupported"), (other, "unsupported")):
-        with refused(code, name):  # type: ignore[arg-type]
-            Reranker.load(name)
 
 
 # ---- forward passes

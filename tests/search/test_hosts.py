@@ -9,9 +9,8 @@ import httpx
 import pytest
 from starlette.types import ASGIApp
 
-from rlsys.search.address import bind, is_inner, is_trusted, own_names
+from rlsys.search.address import is_inner, is_trusted, own_names
 from rlsys.search.server import command
-from tests.support.refusals import refused
 
 from .gated import Gated, in_process
 
@@ -97,15 +96,3 @@ async def test_a_public_bind_accepts_internal_names_and_warns_without_a_token(
         for name, status in statuses.items():
             assert (await client.get("/openapi.json", headers={"Host": name})).status_code == status, name
     assert len(warnings) == (host == "0.0.0.0")
-
-
-def test_a_taken_port_a_wrong_port_and_a_wrong_host_are_refused() -> None:
-    with bind("127.0.0.1", 0) as taken:
-        taken.listen()
-        place = f"127.0.0.1:{taken.getsockname()[1]}"
-        with refused("in_use", place):
-            bind("127.0.0.1", taken.getsockname()[1])
-    with refused("out_of_range", "127.0.0.1:70000"):
-        bind("127.0.0.1", 70_000)
-    with refused("not_found", "192.0.2.1:0"):
-        bind("192.0.2.1", 0)

@@ -14,7 +14,6 @@ from rlsys.errors import Code
 from rlsys.search.corpus import Corpus
 from rlsys.search.encoders.encoder import Encoder
 from rlsys.search.encoders.spec import EncoderSpec
-from rlsys.search.index import dense
 from rlsys.search.index.dense import (
     DenseIndex,
     FaissSettings,
@@ -97,23 +96,6 @@ def test_a_bare_faiss_file_is_served_with_its_corpus_and_a_warning(
     for hits, expected in zip(*(one.find(one.prepare(queries), 3) for one in (bare, retriever)), strict=True):
         assert [hit.score for hit in hits] == pytest.approx([hit.score for hit in expected], abs=1e-5)
         assert hits[0].document == expected[0].document
-
-
-def test_a_bare_faiss_file_that_does_not_fit_is_refused(tmp_path: Path, corpus_path: Path) -> None:
-    path, inner = tmp_path / "bare.index", faiss.METRIC_INNER_PRODUCT
-    with refused("not_found", path):
-        open_prebuilt(path, corpus_path, MINILM)
-    cases: list[tuple[int, int, int, Code]] = [
-        (199, 384, inner, "mismatch"),
-        (200, 768, inner, "mismatch"),
-        (200, 384, faiss.METRIC_L2, "unsupported"),
-    ]
-    for rows, dimension, metric, code in cases:
-        index = faiss.index_factory(dimension, "Flat", metric)
-        index.add(np.ones((rows, dimension), dtype=np.float32))
-        faiss.write_index(index, str(path))
-        with refused(code):
-            open_prebuilt(path, corpus_path, MINILM)
 
 
 # ---- hybrids
@@ -223,30 +205,3 @@ def test_settings_come_from_the_caller_else_the_record_else_the_type(
 ) -> None:
     index, before = new_index(faiss_type, DIMENSION), FaissSettings(**recorded)
     assert settle(index, FaissSettings(**asked), faiss_type=faiss_type, recorded=before) == FaissSettings(*settled)
-
-
-@pytest.mark.parametrize(
-    ("faiss_type", "asked", "code", "key"),
-    [
-        ("Flat", {"nprobe": 1}, "conflict", "nprobe"),
-        ("IVF4,Flat", {"nprobe": 5}, "out_of_range", "nprobe"),
-        ("HNSW4", {"ef_search": 0}, "out_of_range", "ef_search"),
-        ("Flatty", {}, "unknown", "faiss_type"),
-        ("HNSW32_PQ16", {}, "unsupported", "faiss_type"),
-        ("IDMap,Flat", {}, "unsupported", "faiss_type"),
-    ],
-)
-def test_unsupported_index_types_and_settings_are_refused(faiss_type: str, asked: Any, code: Code, key: str) -> None:
-    with refused(code, key):
-        settle(new_index(faiss_type, DIMENSION), FaissSettings(**asked), faiss_type=faiss_type)
-
-
-def test_gpus_are_refused_if_there_are_none_or_the_type_is_cpu_only(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delattr(faiss, "StandardGpuResources", raising=False)
-    with refused("not_installed", "faiss_gpu"):
-        Vectors.open(write(tmp_path / "flat", "Flat", drawn(9, seed=0)), SearchOptions(faiss_gpu=True))
-    monkeypatch.setattr(dense, "gpu_count", lambda: 1)
-    with refused("unsupported", "faiss_gpu"):
-        Vectors.open(write(tmp_path / "hnsw", "HNSW16", drawn(9, seed=0)), SearchOptions(faiss_gpu=True))

@@ -15,8 +15,8 @@ from rlsys.search.corpus import Corpus
 from rlsys.search.encoders.encoder import Encoder
 from rlsys.search.encoders.spec import EncoderSpec
 from rlsys.search.index import dense
-from rlsys.search.index.dense import BuildOptions, ChunkWriter, DenseIndex, Embeddings, build
-from rlsys.search.index.folder import claim_draft, new_array
+from rlsys.search.index.dense import BuildOptions, DenseIndex, build
+from rlsys.search.index.folder import claim_draft
 from rlsys.search.index.lexical import build_lexical
 from rlsys.search.index.make import make_index, recipe
 from tests.support.megatron_processes import forks
@@ -178,18 +178,6 @@ def test_a_whole_index_is_left_after_a_kill_at_any_step(
     left = {path: path.read_text() for path in tmp_path.rglob("*") if path.is_file()}
     shown = {path: text for path, text in left.items() if path.name not in ("lock", "manifest.json")}
     assert shown == {place(name): text for name, text in after.items()}
-
-
-def test_vectors_that_overflow_are_not_stored(tmp_path: Path) -> None:
-    new_array(tmp_path / "e.npy", (100, 4), np.dtype("float16")).flush()
-    embeddings = Embeddings.open(tmp_path / "e.npy", 100, 4, "float16")
-    writer, vectors = ChunkWriter(embeddings, tmp_path / "done"), np.ones((100 - CHUNK, 4), dtype=np.float32)
-    vectors[7] = 1e6
-    with pytest.raises(RunError, match=f"line {CHUNK + 8} "):
-        writer.put(1, vectors)
-    assert writer.missing() == [0, 1]
-    writer.put(1, np.ones_like(vectors))
-    assert ChunkWriter(embeddings, tmp_path / "done").missing() == [0]
 
 
 def test_make_index_replaces_an_index_of_other_inputs_only_on_request(

@@ -23,7 +23,6 @@ from rlsys.search.ingest import (
     Summary,
     chunk_text,
     cut,
-    find_cuts,
     find_words,
     ingest,
     sections,
@@ -143,25 +142,6 @@ def test_bad_files_are_refused_with_the_position(
     assert [path.read_text() for path in out.parent.iterdir()] == ["before"]
 
 
-def test_bad_sources_and_settings_are_refused(tmp_path: Path) -> None:
-    out, none, same = tmp_path / "out.jsonl", tmp_path / "none", write(tmp_path / "same.jsonl", [{"text": "a"}])
-    with refused("not_found", none):
-        ingest([none], out)
-    none.mkdir()
-    with refused("empty", none):
-        ingest([none], out)
-    with refused("conflict", same):
-        ingest([same], same)
-    with refused("unknown", "name"):
-        ingest([same], out, fields=Fields(title="name"))
-    parquet.write_table(pa.table({"text": ["a"], "raw": [b"\xff"]}), tmp_path / "bytes.parquet")
-    with refused("unsupported", "bytes.parquet"):
-        ingest([tmp_path / "bytes.parquet"], out)
-    assert not out.exists()
-    with refused("out_of_range", "overlap"):
-        Chunking(size=5, overlap=5)
-
-
 def test_a_document_whose_passages_would_fill_the_disk_is_refused(tmp_path: Path) -> None:
     """Each passage repeats the title and the other fields."""
     words = "word " * 1000
@@ -206,22 +186,6 @@ def test_headings_become_a_path_of_titles(source: str, expected: list[str]) -> N
 def test_a_title_of_front_matter_is_read_as_text(front_matter: str, title: str) -> None:
     (section,) = sections(f"---\n{front_matter}\n---\ntext", "name")
     assert section == Section(title, "text")
-
-
-@pytest.mark.parametrize(
-    "front_matter",
-    [
-        'title: "\\UFFFFFFFF"',
-        'title: "\\ud800"',
-        f"%YAML {'1' * 5000}.1\n--- \ntitle: x",
-        "title: x\n" + "a: b\n" * 10_000,
-    ],
-    ids=["no character", "a surrogate", "a version", "long"],
-)
-def test_invalid_front_matter_is_kept_as_text(front_matter: str) -> None:
-    found = list(sections(f"---\n{front_matter}\n---\n\nlast", "name"))
-    assert found[-1].text.endswith("last")
-    assert front_matter.split()[0] in "".join(section.title + section.text for section in found)
 
 
 @pytest.mark.parametrize(
@@ -286,12 +250,6 @@ def test_markup_is_removed_and_list_items_and_rows_stay_on_their_lines(source: s
     assert list(sections(source, "name")) == [Section("name", text)]
 
 
-def test_code_is_kept_and_marked() -> None:
-    (section,) = sections("Run:\n\n```sh\n# no heading\n\n  pip\n```\n\nthen\n\n    indented\n", "name")
-    assert section.text == "Run:\n\n# no heading\n\n  pip\n\nthen\n\nindented"
-    assert [section.text[begin:end] for begin, end in section.code] == ["# no heading\n\n  pip", "indented"]
-
-
 # ---- chunks
 
 LETTERS = st.text(st.sampled_from("abC.,!?)\"'1-éß中。かダ#"), min_size=1, max_size=6)
@@ -332,31 +290,6 @@ def test_cuts_prefer_paragraphs_then_sentences_then_words() -> None:
     text = f"{first}\n\n{last}"
     assert chunk_text(text, size=8) == [first, last]
     assert chunk_text(text, size=4) == ["One two three.", "Four five six.", "Seven eight nine ten", "eleven."]
-
-
-def test_overlap_starts_at_a_sentence_if_one_is_in_reach() -> None:
-    text = "A b c d. E f. G h i j. K l."
-    assert chunk_text(text, size=6, overlap=3) == ["A b c d. E f.", "E f. G h i j.", "h i j. K l."]
-    assert chunk_text("a b c d e f g h i", size=4, overlap=2) == ["a b c d", "c d e f", "e f g h", "g h i"]
-
-
-@pytest.mark.parametrize(
-    ("text", "sentences"),
-    [
-        ("He met Dr. Who there.", 0),
-        ("In the U.S. Army now.", 0),
-        ('He said "Go." Then left.', 1),
-        ("Ends here… Then on.", 1),
-    ],
-)
-def test_sentence_ends_are_distinguished_from_abbreviations(text: str, sentences: int) -> None:
-    assert find_cuts(text, find_words(text))[:-1].count(CutQuality.SENTENCE) == sentences
-
-
-def test_lists_are_cut_between_items_and_chinese_and_japanese_between_characters() -> None:
-    assert chunk_text("- one two\n- three four\n- five six", size=7) == ["- one two\n- three four", "- five six"]
-    assert chunk_text("我住在北京。你住在東京。", size=5) == ["我住在北京。", "你住在東京。"]
-    assert [len(find_words(text)) for text in ("北京 Beijing", "カタカナ", "한국어 단어")] == [3, 4, 2]
 
 
 def test_code_stays_whole_if_it_fits_and_is_cut_at_lines_otherwise() -> None:

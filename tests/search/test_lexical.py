@@ -4,7 +4,6 @@ import json
 import math
 import shutil
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,6 @@ from rlsys.search.corpus import Corpus
 from rlsys.search.index.lexical import (
     LexicalOptions,
     LexicalRetriever,
-    Postings,
     PostingsBuilder,
     PostingsScorer,
     WordSplitter,
@@ -191,21 +189,3 @@ def test_a_damaged_index_raises_a_readable_error(copy: Path, passages: list[Any]
         find_all(copy, [passage["contents"] for passage in passages])
     assert getattr(caught.value, "code", "RunError") == told
     assert str(caught.value).isprintable()
-
-
-def test_a_query_that_fails_on_damage_leaves_the_next_unaffected() -> None:
-    starts, entries = np.array([0, 2, 3]), np.array([0, 9, 0], dtype=np.int32)
-    scorer = PostingsScorer(Postings(starts, entries, np.ones(3, dtype=np.float32)), 2)
-    with pytest.raises(IndexError):
-        scorer.best(np.array([0], dtype=np.int32), 5)
-    rows, scores = scorer.best(np.array([1], dtype=np.int32), 5)
-    assert (rows.tolist(), scores.tolist()) == ([0], [1.0])
-
-
-def test_concurrent_searches_give_the_same_hits(bm25_dir: Path, queries: list[str]) -> None:
-    retriever = LexicalRetriever.open(bm25_dir, threads=2)
-    expected = retriever.find(retriever.prepare(queries), 5)
-    with ThreadPoolExecutor(4) as pool:
-        answers = pool.map(lambda _: retriever.find(retriever.prepare(queries), 5), range(20))
-        assert all(answer == expected for answer in answers)
-    retriever.close()

@@ -242,21 +242,3 @@ def test_credentials_come_from_the_environment(
         assert not load(corpus, tmp_path / "out", fake)
     else:
         refuse("unsupported", "RLSYS_SEARCH_API_KEY")
-
-
-def test_a_wrong_url_is_refused_without_repeating_its_password(corpus: Corpus, tmp_path: Path) -> None:
-    for url in ("ftp://wiki.example:21", "http://wiki.example", "http://["):
-        with refused("malformed", url):
-            build_remote(corpus, tmp_path / "out", url, "wiki")
-    with refused("unsupported", "wiki.example") as caught:
-        build_remote(corpus, tmp_path / "out", "https://me:secret@wiki.example", "wiki")
-    assert "secret" not in str(caught.value)
-
-
-def test_a_server_of_the_other_kind_or_version_is_refused(fake: FakeElastic, corpus: Corpus, tmp_path: Path) -> None:
-    (other,) = set(REMOTE) - {fake.kind}
-    with refused("mismatch", fake.url):
-        load(corpus, tmp_path / "out", fake, other)
-    fake.version = "8.19.0"
-    with refused("mismatch", fake.url):
-        load(corpus, tmp_path / "out", fake, "elasticsearch")

@@ -1,6 +1,5 @@
 """Tests of the states of replicas, and of how a replica is picked."""
 
-from collections import Counter
 from random import Random
 
 import pytest
@@ -64,14 +63,6 @@ def test_the_best_replica_is_picked(
         replica.state, replica.in_flight = STATES[state], requests
     request = SearchRequest(failed=[by_name[name] for name in failed], broken=[by_name[name] for name in broken])
     assert replicas.pick(request) is (by_name[picked] if picked else None)
-
-
-def test_equal_replicas_are_picked_at_random() -> None:
-    """A fair share of 3000 picks of three replicas is 1000, with a standard deviation of 26."""
-    replicas = Replicas(URLS, Random(3))
-    chosen = Counter(replica.url for _ in range(3000) if (replica := replicas.pick(SearchRequest())))
-    assert set(chosen) == set(URLS)
-    assert all(abs(count - 1000) < 5 * 26 for count in chosen.values())
 
 
 def test_servers_differ_only_in_fields_both_have_besides_counts() -> None:

@@ -53,16 +53,6 @@ async def test_one_batch_is_prepared_while_another_is_searched() -> None:
     assert gated.threads == {"prepare_0", "find_0"}, "the event loop computes nothing"
 
 
-async def test_as_many_searches_run_at_once_as_the_retriever_allows() -> None:
-    gated = Gated(parallel=3, find_open=False)
-    async with in_process(gated, ServerLimits(max_batch=1)) as client:
-        tasks = [ask(client, query) for query in "abcdef"]
-        await until(lambda: gated.finding == 3 and len(gated.seen) == 4)
-        gated.may_find.set()
-        assert [ids(answer)[0][0] for answer in await asyncio.gather(*tasks)] == [f"{q}/0" for q in "abcdef"]
-    assert gated.most_finding == 3
-
-
 async def test_requests_during_a_search_share_the_next_one() -> None:
     gated = Gated(prepare_open=False)
     async with in_process(gated, ServerLimits()) as client:
@@ -130,15 +120,6 @@ async def test_large_bodies_share_a_memory_limit_and_small_ones_are_exempt() -> 
             assert too_large.status_code == 413
 
 
-@pytest.mark.parametrize("values", [10, 11])
-async def test_the_values_of_a_body_are_limited(values: int) -> None:
-    """An object, its field, a list and its texts count as values; JSON syntax within a text does not."""
-    texts = [*map(str, range(values - 4)), '", [{1, 2}], \\"']
-    async with in_process(Gated(), ServerLimits(max_values=10)) as client:
-        answer = await ask(client, *texts)
-        assert answer.status_code == (200 if values == 10 else 422)
-
-
 async def test_a_request_that_takes_too_long_gets_503_and_is_not_searched() -> None:
     gated = Gated(prepare_open=False)
     async with in_process(gated, ServerLimits(request_timeout_s=0.05, max_batch=1)) as client:
@@ -162,21 +143,6 @@ async def test_a_retriever_fault_gives_503_and_the_next_request_works(monkeypatc
             failed = await ask(client, *queries)
             assert (failed.status_code, failed.headers["retry-after"]) == (503, "1")
         assert ids(await ask(client, "fine")) == [["fine/0", "fine/1", "fine/2"]]
-
-
-@pytest.mark.parametrize(
-    ("value", "status"), [("\ud800", 200), (1 << 80, 200), (b"bytes", 503), ({1: float("nan"), 2: 1 << 80}, 503)]
-)
-async def test_document_values_that_json_cannot_hold_give_503(
-    monkeypatch: pytest.MonkeyPatch, value: Any, status: int
-) -> None:
-    gated = Gated()
-    monkeypatch.setattr(gated, "find", lambda prepared, _: [[Hit(1.0, {"contents": value})]] * len(prepared))
-    async with in_process(gated, ServerLimits()) as client:
-        answer = await ask(client, "a")
-    assert answer.status_code == status
-    if status == 200:
-        assert answer.json()["result"] == [[{"contents": value}]]
 
 
 async def test_a_request_of_a_disconnected_client_is_not_searched() -> None:

@@ -6,12 +6,10 @@ import pytest
 
 from rlsys.config.schema import CassetteConfig, SearchConfig
 from rlsys.errors import RunError
-from rlsys.orchestrator.search_server import require_named, serving
+from rlsys.orchestrator.search_server import serving
 from rlsys.search.address import TOKEN_VARIABLE
 
 from .gated_server import GatedServer
-
-DEAD = "http://127.0.0.1:9"
 
 
 async def test_a_replayed_cassette_needs_no_server(tmp_path: Path) -> None:
@@ -35,13 +33,3 @@ async def test_a_run_sends_its_own_server_the_inherited_token_and_names_its_log_
     with pytest.raises(RunError) as dead:
         await search.require()
     assert str(tmp_path / "search.log") in str(dead.value)
-
-
-async def test_a_named_server_is_tried_twice_before_a_run() -> None:
-    """The check also works in a running event loop, as in this test."""
-    require_named(SearchConfig(index="nowhere"))
-    for retries, tries in ((8, 2), (0, 1)):
-        with pytest.raises(RunError) as refused:
-            require_named(SearchConfig(url=DEAD, retries=retries))
-        assert DEAD in str(refused.value)
-        assert f"after {tries} tries" in str(refused.value)

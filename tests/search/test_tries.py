@@ -47,19 +47,6 @@ async def test_pauses_between_retries_grow_with_jitter_up_to_a_limit() -> None:
     assert server.probed == [], "a single server is not probed"
 
 
-@pytest.mark.parametrize(("asked_s", "least_s"), [(0.1, 0.25), (5.0, 5.0), (1e9, 30.0)])
-@virtually
-async def test_retry_after_is_respected_up_to_a_limit(asked_s: float, least_s: float) -> None:
-    server = ScriptedServer(status=429, retry_after_s=asked_s)
-    async with over(ScriptedWire(a=server)) as client:
-        search = asyncio.create_task(client.search("Mali"))
-        await asyncio.sleep(0.2)
-        server.status = 200
-        assert await search == found("Mali")
-    assert server.asked[0] == 0.0
-    assert least_s <= server.asked[1] <= 1.5 * least_s
-
-
 def test_dead_or_silent_servers_give_a_typed_failure_in_bounded_time() -> None:
     """The bound is (replicas + retries) * timeout_s + retries * 6."""
 
@@ -163,20 +150,6 @@ async def test_a_cancelled_search_ends_neither_others_nor_the_request() -> None:
         assert isinstance(results[1], asyncio.CancelledError)
         assert [results[row] for row in (0, 2, 3)] == [found(f"q{row}") for row in (0, 2, 3)]
         assert client.counts.searches == 3
-
-
-@pytest.mark.parametrize("at_s", [0.0, 0.5, 1.5, 9.0])
-@virtually
-async def test_close_fails_all_searches_and_closes_the_wire(at_s: float) -> None:
-    """`at_s` is during the first probe, the first try, a hedge, or a pause."""
-    wire = ScriptedWire(a=ScriptedServer(takes_s=7.0, status=503), b=ScriptedServer(takes_s=7.0, status=503))
-    client = over(wire, hedge_after_s=1.0)
-    searches = asyncio.gather(*(client.search(f"q{row}") for row in range(5)))
-    await asyncio.sleep(at_s)
-    await client.close()
-    await client.close()
-    assert {result.failure for result in await searches} == {Failure.closed}
-    assert wire.closed
 
 
 # ---- everything at once

@@ -87,9 +87,9 @@ def prepare_world(console: Console) -> None:
 
 
 async def find_ceiling(config: RunConfig) -> Ceiling:
-    """Return the ceiling of the scripted policy on the run's own search server."""
+    """Return the ceiling of the scripted policy on the evaluated questions and the run's own search server."""
     assert config.search.url is not None
-    questions = read_questions(config.task.eval_path)
+    questions = read_questions(config.task.eval_path, config.eval.limit)
     async with SearchClient(config.search.url, topk=config.search.topk) as client:
 
         async def retrieve(query: str) -> list[str]:

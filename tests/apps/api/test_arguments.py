@@ -5,7 +5,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hypothesis import example, given
@@ -57,13 +56,6 @@ def test_a_setting_given_twice_is_refused_also_within_a_section(key: str, overri
         compose_settings("x", [ArgumentSettings("mine", {key: 1})], [override])
 
 
-def test_settings_of_a_single_run_are_not_passed_on() -> None:
-    search = ArgumentSettings("search_backend", {"search.url": "http://a:1", "search.token_env": "T"}, passing=True)
-    made = compose_settings("x", [ArgumentSettings("name", {"name": "n"}), search], ["search.timeout_s=77"])
-    assert made.lasting == ("name=n", "search.timeout_s=77")
-    assert made.overrides == ("name=n", "search.url='http://a:1'", "search.token_env=T", "search.timeout_s=77")
-
-
 @pytest.mark.parametrize(
     ("devices", "actor", "inference", "rollout"),
     [([5, 4], "4-5", "4-5", "4-5"), (3, "0", "1", "2"), ([0, 2, 3, 6], "0,2", "3", "6"), (16, "0-7", "8-11", "12-15")],
@@ -72,12 +64,6 @@ def test_devices_are_divided_among_the_groups(devices: Any, actor: str, inferenc
     config = load_config("searchr1_qwen2.5_3b_1node", [f"{k}={quoted(v)}" for k, v in of_devices(devices).items()])
     assert config.cluster.placement == {"actor": actor, "inference": inference, "rollout": rollout}
     assert (config.trainer.schedule.kind == "sequential") == (config.cluster.mode == "colocated")
-
-
-@pytest.mark.parametrize("devices", [0, True, [0, 0], [-1], ["0"], "gpu"])
-def test_invalid_devices_are_refused(devices: Any) -> None:
-    with refused("out_of_range", "devices"):
-        of_devices(devices)
 
 
 def test_a_reward_may_hold_terms_and_settings() -> None:
@@ -138,16 +124,6 @@ def test_own_field_names_and_tables_are_converted_to_a_new_file(tmp_path: Path) 
         assert path.parent == tmp_path / "files"
 
 
-def test_the_same_questions_are_written_to_the_same_file(tmp_path: Path) -> None:
-    rows = [{"question": f"what is {n}", "answers": [str(n)]} for n in range(20)]
-    first = training_files(rows, None, 5, 0, tmp_path)
-    assert training_files(list(rows), None, 5, 0, tmp_path) == first
-    assert training_files(rows[:-1], None, 5, 0, tmp_path) != first
-    asked = [{one.text for one in read_questions(path)} for path in (first.train, first.heldout)]
-    assert first.questions == 15
-    assert (len(asked[0]), len(asked[1]), asked[0] & asked[1]) == (15, 5, set())
-
-
 @pytest.mark.parametrize(
     ("data", "code", "key"),
     [
@@ -164,11 +140,3 @@ def test_a_bad_row_is_refused_with_its_position(tmp_path: Path, data: Any, code:
     assert code in (None, caught.value.code)
     assert key in f"{caught.value.key} {caught.value}"
     assert not list(tmp_path.iterdir())
-
-
-def test_numpy_values_of_a_data_frame_are_written_as_plain_values(tmp_path: Path) -> None:
-    row = {"question": "who?", "answers": np.array(["a", "b"]), "id": np.int64(3), "score": np.float32(0.5)}
-    path = read_data([row], "train_data").path(tmp_path)
-    assert json.loads(path.read_text()) == {
-        "question": "who?", "golden_answers": ["a", "b"], "id": 3, "score": 0.5,
-    }  # fmt: skip

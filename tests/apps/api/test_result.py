@@ -50,17 +50,6 @@ def test_a_whole_run_has_its_history_and_its_report(trained: TrainingResult) -> 
     assert run["metrics"]["actor/entropy"] == [row["actor/entropy"] for row in rows]
 
 
-@pytest.mark.parametrize("line", ["{", "[1]", '{"step": "two"}'])
-def test_a_damaged_row_of_the_history_is_skipped_with_a_warning(trained: TrainingResult, line: str) -> None:
-    file = trained.run_dir / "metrics.jsonl"
-    first, _, third = file.read_text().splitlines()
-    file.write_text("\n".join([first, line, third]) + "\n")
-    with pytest.warns(UserWarning, match="line 2") as caught:
-        assert [row["step"] for row in trained.history] == [1, 3]
-    (warning,) = caught
-    assert warning.filename == __file__
-
-
 @pytest.mark.parametrize("damage", sorted(DAMAGES.keys() - {*OBJECTS}))
 def test_an_unreadable_file_is_refused(damage: str, trained: TrainingResult, evaluated: EvaluationResult) -> None:
     asked: list[tuple[Path, Callable[[], Any]]] = [

@@ -6,10 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import psutil
 import pytest
 
-from rlsys.apps.api import BM25Retriever, DenseRetriever, HttpRetriever, WebSearch
+from rlsys.apps.api import BM25Retriever, DenseRetriever, HttpRetriever
 from rlsys.errors import Code
 from rlsys.search.server_process import SearchServer
 from tests.support.refusals import refused
@@ -88,19 +87,3 @@ def test_wrong_arguments_are_refused_at_once(
     with refused(code, key):
         make(tmp_path / "index")
     assert not list(tmp_path.iterdir())
-
-
-def test_the_web_search_server_ends_with_its_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SERPER_API_KEY", "a-key")
-    monkeypatch.setenv("RLSYS_SEARCH_TOKEN", "secret")
-    with WebSearch("serper", endpoint="http://127.0.0.1:9", top_k=2).serving(tmp_path) as settings:
-        assert settings["search.token_env"] == "RLSYS_SEARCH_TOKEN"
-        url = settings["search.url"]
-        assert httpx.get(f"{url}/health", timeout=600).status_code == 200
-        port = int(url.rpartition(":")[2])
-        (server,) = [
-            process
-            for process in psutil.Process().children(recursive=True)
-            if any(one.laddr.port == port for one in process.net_connections())
-        ]
-    assert not server.is_running()

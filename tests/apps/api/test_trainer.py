@@ -12,11 +12,9 @@ from typing import Any
 
 import huggingface_hub
 import pytest
-from huggingface_hub.errors import LocalEntryNotFoundError
 from transformers import GPTNeoXConfig
 
 from rlsys.apps.api import HttpRetriever, SearchR1Trainer
-from rlsys.apps.api.arguments import model_folder
 from rlsys.config.compose import load_config
 from rlsys.config.schema import RunConfig
 from rlsys.errors import Code, RunError, UserError
@@ -24,7 +22,6 @@ from tests.support.paths import PROJECT
 from tests.support.refusals import refused
 from tests.support.runs import PATIENT
 from tests.support.tiny_models import POLICY
-from tests.support.tiny_shape import SHAPE
 
 DEAD = "http://127.0.0.1:9"
 ROWS = [{"question": f"what is {n}", "answers": [str(n)]} for n in range(20)]
@@ -60,17 +57,6 @@ def test_arguments_equal_the_settings_of_the_command_line(asked: list[RunConfig]
     words = shlex.split(result.command)
     assert words[:4] == ["rlsys", "train", "-c", "searchr1_tiny_cpu"]
     assert [load_config(words[3], words[4:])] == asked
-
-
-def test_the_defaults_are_the_one_node_run(asked: list[RunConfig], tmp_path: Path) -> None:
-    (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "config.json").write_text(json.dumps(SHAPE | {"max_position_embeddings": 32768}))
-    rows = [{"question": f"what is {n}", "answers": [str(n)]} for n in range(600)]
-    SearchR1Trainer(tmp_path / "model", SERVER, devices=8, output_dir=tmp_path).train(rows)
-    expected = load_config("searchr1_qwen2.5_3b_1node", [f"model.path={tmp_path / 'model'}", f"output_dir={tmp_path}"])
-    task = asked[0].task
-    expected.task.train_path, expected.task.eval_path = task.train_path, task.eval_path
-    assert asked == [expected]
 
 
 def test_a_small_data_set_makes_smaller_steps_and_held_out_questions_are_not_trained(
@@ -136,20 +122,6 @@ def test_a_dead_server_and_an_unknown_model_family_fail_before_the_run_starts(
     with pytest.raises(UserError, match=re.escape(f"{other}/config.json")):
         train(other)
     assert [path.name for path in (tmp_path / "runs").iterdir()] == ["questions"]
-
-
-def test_a_model_is_a_folder_or_a_name_on_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def unreachable(*_: object, **__: object) -> str:
-        raise LocalEntryNotFoundError("no network")
-
-    assert model_folder(POLICY) == POLICY
-    with refused("malformed", tmp_path / "no/such"):
-        model_folder(tmp_path / "no/such")
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda name, **_: str(tmp_path / name))
-    assert model_folder("Qwen/Small") == tmp_path / "Qwen/Small"
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", unreachable)
-    with pytest.raises(RunError, match="Qwen/Small"):
-        model_folder("Qwen/Small")
 
 
 NOTEBOOK = """

@@ -85,15 +85,6 @@ async def test_an_observation_that_fills_the_token_limit_is_reported() -> None:
     assert (played.finish, type(events[-2])) == (Finish.TOKEN_LIMIT, ObservationAdded)
 
 
-async def test_an_episode_ends_at_its_time_limit() -> None:
-    script = Script(codec(), (SEARCHES, ANSWERS), halt_after=8)
-    tools = EpisodeTools(script, FakeSearch(), script.codec, task())
-    asked = Conversation(script, tools, TurnSampling(0.0), lambda text: text, timeout_s=0.1)
-    ended = (await all_of(asked))[-1]
-    assert isinstance(ended, EpisodeEnded)
-    assert (ended.answer, ended.finish) == (None, "time_limit")
-
-
 @pytest.mark.parametrize(
     ("text", "code", "key"), [(" \n", "empty", "question"), ("why " * 100, "out_of_range", "task.max_prompt_tokens")]
 )

@@ -41,12 +41,6 @@ def test_wrong_arguments_are_refused(
         raise outcome.exception or AssertionError(outcome.output)
 
 
-def test_a_closed_standard_input_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "stdin", None)
-    with refused("missing", "QUESTION"):
-        chat.command(POLICY)
-
-
 def test_piped_questions_are_answered_as_json_events(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

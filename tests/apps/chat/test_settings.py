@@ -9,10 +9,9 @@ import pytest
 from rlsys.apps.chat.chat_settings import ChatOptions, ChatSettings, settings_of, template_of
 from rlsys.apps.evaluation.evaluation_inputs import Model
 from rlsys.config.compose import as_dict, load_config
-from rlsys.config.schema import TaskConfig
-from rlsys.data.question import own_template, search_prompt
+from rlsys.data.question import search_prompt
 from rlsys.errors import UserError
-from rlsys.rollout.tools.interface import described, named_tools
+from rlsys.rollout.tools.interface import named_tools
 from rlsys.search.index.folder import BM25, write_manifest
 from tests.support.chat import write_rows
 from tests.support.refusals import refused
@@ -70,19 +69,6 @@ def test_settings_come_from_the_models_run_or_its_checkpoint(run: Path, tree: di
     saved = run / "checkpoints" / "global_step_3"
     save(saved / "data", tree, task={"max_turns": 3})
     assert settings_of(Model(saved / "actor", run), ChatOptions()).config.task.max_turns == 3
-
-
-def test_an_own_prompt_equals_that_of_prepared_rows(run: Path, tree: dict[str, Any]) -> None:
-    """Training rows come from `rlsys data prepare own --prompt FILE --tool ...`."""
-    save(run, tree, task={"tools": [CALCULATOR]})
-    for text in ("{tools} Ask: {question}!", "You can calculate. Ask: {question}"):
-        (run / "own.txt").write_text(text)
-        trained = own_template(run / "own.txt", described(named_tools([CALCULATOR])) if "{tools}" in text else "")
-        for question in ("Name a river", " why? "):
-            assert settings(run, prompt=run / "own.txt").prompt(question) == trained(question)
-    (run / "own.txt").write_text("{question} and {question}")
-    with pytest.raises(UserError):
-        settings(run, prompt=run / "own.txt")
 
 
 def test_the_config_of_a_foreign_folder_is_not_used(tree: dict[str, Any], tmp_path: Path) -> None:
@@ -168,20 +154,3 @@ def test_the_prompt_template_is_inferred_from_rows(tmp_path: Path, prompts: list
     write_rows(tmp_path / "rows.jsonl", prompts, RAW)
     found = template_of(tmp_path / "rows.jsonl")
     assert (found and found("how far")) == expected
-
-
-@pytest.mark.parametrize(
-    ("content", "expected"),
-    [
-        ('{"max_position_embeddings": 512}', 512),
-        ('{"max_position_embeddings": 99999}', None),
-        ("{}", None),
-        ("[", None),
-    ],
-)
-def test_default_limit_of_an_episode_fits_the_context_of_the_model(
-    tmp_path: Path, content: str, expected: int | None
-) -> None:
-    (tmp_path / "config.json").write_text(content)
-    found = settings_of(Model(tmp_path, None), ChatOptions(search_url="http://127.0.0.1:1")).config.task
-    assert found.max_total_tokens == (expected or TaskConfig().max_total_tokens)

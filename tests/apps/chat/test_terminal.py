@@ -50,12 +50,6 @@ def test_control_characters_are_escaped() -> None:
     assert not set(out.getvalue()) & {"\x1b", "\x07", "\u202e", "\x9b", "\udc80"}
 
 
-def test_characters_that_the_encoding_lacks_are_escaped() -> None:
-    out = io.TextIOWrapper(io.BytesIO(), encoding="latin-1")
-    TextScreen(Console(file=out, color_system=None), echo=True).show(QuestionAccepted("東 é", ""))
-    assert out.buffer.getvalue() == b"> \\u6771 \xe9\n"  # type: ignore[attr-defined]
-
-
 async def test_a_dead_engine_is_reported_and_raised() -> None:
     class DeadScript(Script):
         async def generate(self, *_: object) -> Generation:  # type: ignore[override]
@@ -67,16 +61,6 @@ async def test_a_dead_engine_is_reported_and_raised() -> None:
     asyncio.get_running_loop().remove_signal_handler(signal.SIGINT)
     last = json.loads(out.getvalue().splitlines()[-1])
     assert (last["event"], last["reason"], last["code"]) == ("failed", "The engine has died.", None)
-
-
-async def test_a_session_continues_after_a_bad_question() -> None:
-    out = io.StringIO()
-    asked = conversation(Script(codec(), (ANSWERS,)), FakeSearch())
-    invited: list[int] = []
-    failed = await session(asked, these("Who?", " ", "And?"), JsonScreen(out), lambda: invited.append(1))
-    last = [json.loads(line) for line in out.getvalue().splitlines() if '"ended"' in line or '"failed"' in line]
-    assert [one["event"] for one in last] == ["ended", "failed", "ended"]
-    assert (failed, len(invited)) == (1, 4)
 
 
 async def test_ctrl_c_stops_the_answer_but_not_the_session() -> None:

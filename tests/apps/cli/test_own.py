@@ -93,8 +93,9 @@ def names(done: list[Words]) -> list[str]:
     return [" ".join(words[:2]) if words[0] in ("search", "data") else words[0] for words in done]
 
 
-def test_documents_and_questions_lead_to_a_report(world: World) -> None:
-    done = world.run(world.wish(steps=3, overrides=("trainer.seed=5",)))
+def test_documents_and_questions_lead_to_a_report_and_finished_work_is_not_repeated(world: World) -> None:
+    wish = world.wish(steps=3, overrides=("trainer.seed=5",))
+    done = world.run(wish)
     assert names(done) == [
         "search ingest", "search index", "data prepare", "data split", "train", "eval", "report",
     ]  # fmt: skip
@@ -106,38 +107,37 @@ def test_documents_and_questions_lead_to_a_report(world: World) -> None:
     assert Path(config.task.eval_path).read_text().count("\n") == 4
     assert (Path(config.search.index or "") / "manifest.json").is_file()
     assert done[5][-len(settings) :] == settings, "the evaluation has the settings of the training"
+    run_dir = Path(done[-1][1])
+    for name, damage in (("summary.json", "{"), ("config.yaml", "a: [")):
+        (run_dir / name).write_text(damage)
+    again = world.run(wish)
+    assert names(again)[4:] == ["train", "report"], "a damaged run is continued; the evaluation is not repeated"
+    assert again[4] == done[4]
+    assert again[-1] == ("report", str(run_dir))
 
 
-def test_an_interrupted_run_continues_without_repeating_finished_work(world: World) -> None:
+def test_an_interrupted_run_continues_and_is_evaluated_again_after_more_steps(world: World) -> None:
     world.killed = True
     with pytest.raises(KeyboardInterrupt):
-        world.run(world.wish())
+        world.run(world.wish(steps=2))
     world.killed = False
-    again = world.run(world.wish())
-    assert names(again)[4:] == ["train", "eval", "report"]
-    assert "resume=auto" in again[4]
-    assert names(world.run(world.wish()))[4:] == ["report"]
-
-
-def test_a_continued_run_or_other_settings_are_evaluated_again(world: World) -> None:
     asked = []
-    for more in ({"steps": 2}, {"steps": 4}, {"steps": 4, "overrides": ("eval.limit=3",)}):
-        (words,) = [words for words in world.run(world.wish(**more)) if words[0] == "eval"]
-        asked.append(Path(words[words.index("--out") + 1]))
-    assert len({folder.parent for folder in asked}) == 1, "one run, which was continued"
-    assert len(set(asked)) == 3
-    assert [folder.name.rpartition("-")[0][-1] for folder in asked] == ["2", "4", "4"], "the steps of each checkpoint"
+    for steps in (2, 4):
+        done = world.run(world.wish(steps=steps))
+        assert names(done)[4:] == ["train", "eval", "report"]
+        assert "resume=auto" in done[4]
+        asked.append(Path(done[5][done[5].index("--out") + 1]))
+    assert asked[0].parent == asked[1].parent, "one run, which was continued"
+    assert [folder.name.rpartition("-")[0][-1] for folder in asked] == ["2", "4"], "the steps of each checkpoint"
 
 
-def test_other_settings_documents_or_questions_start_another_training(world: World) -> None:
-    trained = [world.run(world.wish())[4], world.run(world.wish(overrides=("algorithm.policy_loss.clip_high=0.3",)))[4]]
+def test_other_documents_and_questions_start_another_training(world: World) -> None:
+    trained = [world.run(world.wish())[4]]
     (world.docs / "b.txt").write_text("Mali: capital Bamako.")
-    trained.append(world.run(world.wish())[4])
     world.questions.write_text("question,answer\n" + "".join(f"who is {n}?,{n}\n" for n in range(9)))
     trained.append(world.run(world.wish())[4])
     assert {words[0] for words in trained} == {"train"}
-    names = [next(word for word in words if word.startswith("name=")) for words in trained]
-    assert len(set(names)) == 3, "one for each set of documents and questions"
+    assert len({next(word for word in words if word.startswith("name=")) for words in trained}) == 2
 
 
 def test_own_heldout_questions_prompt_and_tools_are_passed_on(world: World, tmp_path: Path) -> None:
@@ -185,15 +185,11 @@ def of_questions(text: str) -> Callable[[World], object]:
     ("change", "code", "key"),
     [
         (lambda world: world.docs.rename(world.docs.with_name("elsewhere")), None, "docs"),
-        (lambda world: (world.docs / "a.txt").write_text(" \n"), "empty", "docs"),
         (lambda world: world.questions.unlink(), "not_found", "QUESTIONS"),
         (of_questions("question,answer\nwhat is 1?,1\n  ,2\n"), "missing", "q.csv, line 3"),
-        (of_questions("question,answer\nwhat?,1\nwho?,2\n"), "out_of_range", "q.csv"),
         (lambda world: world.out.write_text("a file"), "denied", "--out"),
         ({"overrides": ("trainer.stps=3",)}, None, "trainer.stps"),
-        ({"encoder": "minilm"}, "conflict", "--encoder"),
         ({"heldout": Path("no.csv")}, "conflict", "--holdout"),
-        ({"overrides": ("task.max_turn_tokens=9999",)}, None, "task.max_total_tokens"),
     ],
 )
 def test_unusable_inputs_are_refused_before_any_file_is_written(
@@ -218,18 +214,3 @@ def test_a_model_is_downloaded_only_after_all_other_checks(world: World, monkeyp
     monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_, **__: str(POLICY))
     (train,) = (words for words in world.run(wish) if words[0] == "train")
     assert f"model.path={POLICY}" in train
-
-
-def test_a_run_with_damaged_files_is_continued(world: World) -> None:
-    first = world.run(world.wish())
-    run_dir = Path(first[-1][1])
-    damages: list[tuple[str, Callable[[Path], object]]] = [
-        ("summary.json", lambda file: file.write_text("{")),
-        ("config.yaml", lambda file: file.write_text("a: [")),
-    ]
-    for name, damage in damages:
-        damage(run_dir / name)
-        again = world.run(world.wish())
-        assert names(again)[4:] == ["train", "report"], "the evaluation is not repeated"
-        assert again[4] == first[4]
-        assert again[-1] == ("report", str(run_dir))

@@ -1,6 +1,5 @@
 """Tests of preparing questions: conversion, merging, prompts with tools, and the split into training and held-out."""
 
-import functools
 import hashlib
 import json
 import re
@@ -16,12 +15,9 @@ from pyarrow import parquet
 from typer.testing import CliRunner
 
 from rlsys.apps.cli.data import app
-from rlsys.apps.data.download import Hub
-from rlsys.apps.data.prepare import REPOSITORY, SETS, merge, prepare_file, split, split_file
-from rlsys.data.question import read_questions, search_prompt
-from rlsys.errors import Code, UserError
-from rlsys.rollout.tools.interface import described, named_tools
-from tests.support.fake_hub import FakeHub, running
+from rlsys.apps.data.prepare import merge, prepare_file, split, split_file
+from rlsys.data.question import read_questions
+from rlsys.errors import UserError
 from tests.support.refusals import refused
 
 HAMLET = {"id": "test_0", "question": " who wrote Hamlet", "golden_answers": ["Shakespeare", "the Bard"]}
@@ -79,12 +75,6 @@ def test_own_files_of_every_format_give_the_same_questions(kind: str, tmp_path: 
     ]  # fmt: skip
 
 
-def test_field_names_can_be_given(tmp_path: Path) -> None:
-    file = jsonl(tmp_path / "mine.jsonl", {"q": "Who?", "gold": ["me", "I"]})
-    made = prepare_file(file, "mine", "train", tmp_path / "out.jsonl", question="q", answers="gold")
-    assert read_questions(made.path)[0].answers == ("me", "I")
-
-
 def test_merged_files_hold_every_row_once_with_a_new_index(tmp_path: Path) -> None:
     one = prepare_file(jsonl(tmp_path / "a.jsonl", HAMLET, PARIS), "nq", "train", tmp_path / "nq.jsonl")
     two = prepare_file(jsonl(tmp_path / "b.jsonl", PARIS), "hotpotqa", "train", tmp_path / "hotpotqa.jsonl")
@@ -117,16 +107,6 @@ def test_the_command_finds_local_files_in_the_layout_of_the_hub(tmp_path: Path) 
         raise prepare("popqa", "--from", tmp_path / "flashrag", "--out", tmp_path).exception
 
 
-def test_without_local_files_the_hub_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    content = (json.dumps(PARIS) + "\n").encode()
-    with running(FakeHub({f"{REPOSITORY}/{name}/{one.evaluated}.jsonl": content for name, one in SETS.items()})) as hub:
-        monkeypatch.setattr("rlsys.apps.data.download.Hub", functools.partial(Hub, endpoint=hub.url))
-        done = prepare("all", "--out", tmp_path)
-    assert done.exit_code == 0, done.output
-    for name, one in SETS.items():
-        assert [q.data_source for q in read_questions(tmp_path / name / f"{one.evaluated}.jsonl")] == [name]
-
-
 CALCULATOR = "rlsys.rollout.tools.calculator.Calculator"
 
 
@@ -137,15 +117,6 @@ def own(tmp_path: Path, *arguments: object) -> list[str]:
     if done.exception:
         raise done.exception
     return [one.prompt for one in read_questions(out)]
-
-
-def test_a_tool_is_described_after_the_search_or_in_its_place(tmp_path: Path) -> None:
-    said = described(named_tools([CALCULATOR]))
-    before, after = search_prompt("who wrote Hamlet").split("If you find no")
-    assert own(tmp_path, "--tool", CALCULATOR)[0] == f"{before}{said} If you find no{after}"
-    alone = own(tmp_path, "--tool", CALCULATOR, "--no-search")[0]
-    assert "search" not in alone
-    assert f"every time you get new information. {said} If you find no" in alone
 
 
 @pytest.mark.parametrize(
@@ -186,11 +157,6 @@ def test_equal_questions_are_on_the_same_side_in_any_order(texts: list[str], see
     assert split([text for text, _ in pairs], count, seed, "x") == [side for _, side in pairs]
 
 
-@pytest.mark.parametrize(("many", "held"), [(2, 1), (40, 4), (9000, 500)])
-def test_a_tenth_and_at_most_500_questions_are_held_out(many: int, held: int) -> None:
-    assert sum(split([f"question {number}" for number in range(many)], None, 0, "x")) == held
-
-
 @pytest.mark.parametrize(("texts", "count"), [(["a"], None), (["a", " A "], None), (["a", "b"], 2), (["a", "b"], 0)])
 def test_a_side_without_questions_is_refused(texts: list[str], count: int | None) -> None:
     with refused("out_of_range", "mine.jsonl"):
@@ -205,17 +171,6 @@ def test_a_split_keeps_rows_and_their_order(tmp_path: Path) -> None:
     parts = [[json.loads(line) for line in file.read_text().splitlines()] for file in (train, heldout)]
     assert all(part == [row for row in rows if row in part] for part in parts), "the order is kept"
     assert sorted((*parts[0], *parts[1]), key=str) == sorted(rows, key=str)
-
-
-@pytest.mark.parametrize(
-    ("train", "heldout", "code"),
-    [("all.jsonl", "h.jsonl", "conflict"), ("t.jsonl", "t.jsonl", "conflict"), ("t.csv", "h.jsonl", "unsupported")],
-)
-def test_a_split_onto_its_own_files_is_refused(tmp_path: Path, train: str, heldout: str, code: Code) -> None:
-    source = jsonl(tmp_path / "all.jsonl", HAMLET)
-    with refused(code, tmp_path / train):
-        split_file(source, tmp_path / train, tmp_path / heldout)
-    assert source.read_text().startswith("{")
 
 
 def test_chosen_questions_are_held_out_and_removed_from_training(tmp_path: Path) -> None:

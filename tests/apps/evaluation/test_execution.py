@@ -14,7 +14,6 @@ from rlsys.apps.evaluation.execution import (
     prompted,
     require_its_weights,
     run_evaluation,
-    settings_for,
     with_passages,
 )
 from rlsys.config.compose import load_config
@@ -23,10 +22,8 @@ from rlsys.config.schema import (
     ReActAgent,
     RunConfig,
     SearchR1Agent,
-    SglangConfig,
     TagsConfig,
     TaskConfig,
-    TransformersConfig,
 )
 from rlsys.data.question import Question, search_prompt
 from rlsys.errors import RunError, UserError, root_cause
@@ -106,23 +103,21 @@ def config(server: Search, tmp_path: Path) -> RunConfig:
     return replace(loaded, model=replace(loaded.model, path=str(POLICY)))
 
 
-async def test_rag_searches_for_every_question_and_answers_in_one_turn(config: RunConfig, server: Search) -> None:
-    evaluation = await run_evaluation(config, QUESTIONS, EvaluationMethod("transformers", Baseline.rag))
-    for one in evaluation.answered:
-        assert one.question.prompt.startswith("Answer the given question")
-        assert len(one.trajectory.turns) == 1
-    assert set(TEXTS) <= set(server.asked)
-
-
 OWN = "examples.extend.engine.OneByOne"
 
 
-async def test_engine_of_ones_own_answers_as_transformers_does(config: RunConfig) -> None:
+async def test_rag_searches_for_every_question_and_every_engine_gives_the_same_answers(
+    config: RunConfig, server: Search
+) -> None:
     answered = []
     for engine in ("transformers", OWN):
-        evaluation = await run_evaluation(config, QUESTIONS, EvaluationMethod(engine, Baseline.direct))
+        evaluation = await run_evaluation(config, QUESTIONS, EvaluationMethod(engine, Baseline.rag))
         answered.append([one.trajectory.tokens.tolist() for one in evaluation.answered])
+        for one in evaluation.answered:
+            assert one.question.prompt.startswith("Answer the given question")
+            assert len(one.trajectory.turns) == 1
     assert answered[0] == answered[1]
+    assert set(TEXTS) <= set(server.asked)
 
 
 async def test_engine_of_ones_own_that_cannot_run_is_refused(config: RunConfig) -> None:
@@ -137,17 +132,6 @@ async def test_engine_of_ones_own_that_cannot_run_is_refused(config: RunConfig) 
 
 def with_dtype(config: RunConfig, dtype: Dtype) -> RunConfig:
     return replace(config, rollout=replace(config.rollout, engine=replace(config.rollout.engine, dtype=dtype)))
-
-
-def test_engine_has_the_runs_settings_where_it_has_the_keys(config: RunConfig) -> None:
-    assert settings_for(config, "sglang") is config.rollout.engine
-    own = settings_for(config, OWN)
-    assert (own.kind, own.dtype, own.max_running) == (OWN, Dtype.float32, config.rollout.engine.max_running)
-    plain = settings_for(config, "transformers")
-    assert plain == TransformersConfig(dtype=config.model.dtype, max_running=config.rollout.engine.max_running)
-    config.rollout.engine = TransformersConfig(dtype=Dtype.float32, max_running=7, start_timeout_s=9.0)
-    fast = settings_for(config, "sglang")
-    assert fast == SglangConfig(dtype=Dtype.float32, max_running=7, start_timeout_s=9.0)
 
 
 def test_weights_of_another_architecture_are_refused(tmp_path: Path) -> None:

@@ -94,21 +94,6 @@ async def test_answers_keep_the_order_of_questions_within_the_concurrency() -> N
     assert said == [f"evaluates {number}/4 questions" for number in (0, 1, 2, 3, 4)]
 
 
-async def test_every_question_is_asked_for_each_sample_and_every_answer_noted() -> None:
-    calls: list[tuple[str, int, float]] = []
-    noted: list[Answered] = []
-
-    async def drawn(question: Question, sample: int, temperature: float) -> Trajectory:
-        calls.append((question.uid, sample, temperature))
-        return EPISODES[question.uid]
-
-    evaluation = await evaluate(QUESTIONS[:2], drawn, 8, samples=3, temperature=0.5, note=noted.append)
-    assert calls == [(uid, sample, 0.5) for uid in ("q:1", "q:2") for sample in range(3)]
-    assert len(noted) == len(evaluation.answered) == 6
-    assert evaluation.row()["questions"] == 2
-    assert [len(answers) for answers in evaluation.by_question.values()] == [3, 3]
-
-
 FIRST = [
     answered(asked(1, "Nile", hops=1), "the Nile", 0, SEARCH),
     answered(asked(2, "Nile", hops=2), "River Nile", 0, SEARCH, SEARCH),

@@ -14,8 +14,6 @@ from typing import Any
 import pytest
 import requests
 
-from rlsys.errors import UserError
-from rlsys.report.watch import serve_run
 from tests.support.growing_run import add_step, write_run, write_status
 
 TIMEOUT_S = 300
@@ -78,13 +76,6 @@ def test_events_report_changes_from_before_the_first_step_to_the_end(tmp_path: P
         assert list(coming) == []
         assert process.stderr
         assert process.stderr.read() == ""
-
-
-def test_port_in_use_is_refused(tmp_path: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as other:
-        port = other.getsockname()[1]
-        with pytest.raises(UserError, match=str(port)):
-            serve_run(write_run(tmp_path / "run"), "127.0.0.1", port, print)
 
 
 @pytest.mark.slow

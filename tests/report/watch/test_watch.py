@@ -14,7 +14,6 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from rlsys.observe.run_folder import open_run
-from rlsys.observe.status import WAIT_PREFIX
 from rlsys.report.run_model import QUIET_S, SILENT_S, Phase, RunLiveness, liveness_of
 from rlsys.report.watch import REST, LiveRun, create_app, exposition
 from tests.support.growing_run import EVIL, add_evaluation, add_step, write_run, write_status
@@ -100,20 +99,6 @@ async def test_data_chunks_status_and_metrics_are_served(client: httpx.AsyncClie
     assert 'rlsys_group_at_work{group="rollout"} 1.0' in (await client.get("/metrics")).text
 
 
-async def test_lone_surrogates_nan_and_a_vanished_folder_are_answered(tmp_path: Path) -> None:
-    folder = write_run(tmp_path / "run")
-    half = json.loads('"half \\ud83d"')
-    write_status(folder, ended=f"failed: {half}", em=float("nan"))
-    async with client_of(LiveRun(folder)) as client:
-        found = (await client.get("/status.json")).json()
-        assert (found["ended"], found["em"]) == (f"failed: {half}", None)
-        for path in ("data.json", "metrics", ""):
-            assert (await client.get(f"/{path}")).status_code == 200
-        folder.rename(tmp_path / "elsewhere")
-        answer = await client.get("/metrics")  # The data model is still held in memory.
-        assert (answer.status_code, str(folder) in answer.text) == (404, True)
-
-
 class Clock:
     """A clock that advances by a second per call."""
 
@@ -180,18 +165,6 @@ def test_visible_change_makes_a_new_version(tmp_path: Path, change: Callable[[Pa
     assert run.version() != known
 
 
-def test_status_change_or_partial_file_makes_no_new_version(tmp_path: Path) -> None:
-    folder = write_run(tmp_path / "run")
-    write_status(folder)
-    run = LiveRun(folder, clock=lambda: 0.0)
-    known = run.version()
-    write_status(folder, states={})
-    for name in ("evaluations/.step_000004.json.7.part", "trajectories/.step_000004.jsonl.gz.7.part"):
-        add_file(folder / name, "{")
-    assert run.version() == known
-    assert (run.status() or {})["states"] == {}
-
-
 def test_run_of_a_killed_process_is_shown_as_ended(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run")
     write_status(folder, pid=2**22 + 1, at=time.time() - QUIET_S - 1)  # This pid is above the largest one of Linux.
@@ -248,22 +221,6 @@ def of(found: Samples, name: str) -> dict[str, float]:
     return {labels[0][1]: value for (one, labels), value in found.items() if one == name}
 
 
-@pytest.mark.parametrize(("odd", "shown"), [("\ud800", "?"), ('"q"\n\\', '"q"\n\\')])
-def test_odd_names_and_states_are_exported(tmp_path: Path, odd: str, shown: str) -> None:
-    run = write_run(tmp_path / "run")
-    (run / "config.yaml").write_text(json.dumps({"name": f"a{odd}"}))
-    add_step(run, 1, **{f"half{odd}": 1.0, f"idle/a{odd}": 0.5, f"engine/{odd}/requests": 2, "engine/0/a-b c": 3})
-    write_status(run, states={f"a{odd}": {"text": f"{WAIT_PREFIX}for b{odd}", "since": 1.0}, "rollout": None})
-    found = samples(run, Phase.running, 2.0)
-    assert found["rlsys_run_info", (("name", f"a{shown}"), ("run", "run"))] == 1
-    assert of(found, "rlsys_figure")[f"half{shown}"] == 1.0
-    assert of(found, "rlsys_engine_a_b_c") == {"0": 3}
-    assert of(found, "rlsys_group_at_work") == {f"a{shown}": 0}
-    assert of(found, "rlsys_group_idle_ratio")[f"a{shown}"] == 0.5
-    waits = {labels for name, labels in found if name == "rlsys_group_wait_seconds"}
-    assert [dict(labels)["group"] for labels in waits] == [f"a{shown}"]
-
-
 def test_prometheus_figures_of_a_running_run(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run")
     add_step(run, 1)
@@ -296,12 +253,3 @@ def test_prometheus_figures_of_a_running_run(tmp_path: Path) -> None:
     assert not {"correction/ess", "idle/actor", "engine/0/requests"} & figures.keys(), (
         "figures that are null or have their own metric"
     )
-
-
-def test_run_that_has_not_begun_or_is_over_exports_no_waits(tmp_path: Path) -> None:
-    run = write_run(tmp_path / "run")
-    assert {name for name, _ in samples(run, Phase.unknown, 0.0)} == {"rlsys_run_info", "rlsys_run_phase"}
-    write_status(run, ended="failed: no disk")
-    found = samples(run, Phase.failed, 9e9)
-    assert of(found, "rlsys_run_phase")["failed"] == 1
-    assert not {name for name, _ in found} & {"rlsys_group_at_work", "rlsys_group_wait_seconds"}

@@ -97,12 +97,6 @@ async def test_a_name_is_connected_to_at_the_address_that_was_checked(web: FakeW
             await client.get(url)
 
 
-async def test_the_host_header_is_the_name_and_the_second_address_is_tried(web: FakeWeb) -> None:
-    url = f"http://name.test:{port_of(web)}/page/html"
-    assert (await get(url, local(web), ["127.0.0.3", "127.0.0.1"])).status_code == 200
-    assert [headers["host"] for headers in web.headers] == [f"name.test:{port_of(web)}"]
-
-
 async def test_tls_is_verified_against_the_name_and_not_the_address(tmp_path: Path) -> None:
     key, chain = tmp_path / "key.pem", tmp_path / "cert.pem"
     command = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 2 -subj /CN=good.test"
@@ -167,11 +161,6 @@ async def test_pages_that_are_refused_raise_a_one_line_error(web: FakeWeb, path:
     assert "\n" not in str(caught.value)
 
 
-async def test_an_endless_page_times_out(web: FakeWeb) -> None:
-    with pytest.raises(PageError, match=r"longer|Timeout"):
-        await fetch(web, "/page/drip", timeout_s=0.5)
-
-
 async def test_a_gzip_bomb_takes_little_memory(web: FakeWeb) -> None:
     gzipped(BOMB_BYTES)
     tracemalloc.start()
@@ -180,11 +169,3 @@ async def test_a_gzip_bomb_takes_little_memory(web: FakeWeb) -> None:
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < BOMB_BYTES / 16
-
-
-async def test_an_invalid_url_is_a_page_error() -> None:
-    fetcher = PageFetcher(GuardedTransport(Policy(), max_connections=1), FetchLimits())
-    for url in ("", "nonsense", "http://[::1", "http://x\ud800/", "http://a..b/"):
-        with pytest.raises(PageError, match="cannot be fetched"):
-            await fetcher.fetch(url)
-    await fetcher.close()

@@ -2,7 +2,6 @@
 
 import asyncio
 import resource
-import unicodedata
 from typing import Any
 
 import pytest
@@ -10,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from starlette.responses import Response
 
-from rlsys.search.web.extract import Page, clean, decode, extract
+from rlsys.search.web.extract import Page, extract
 from rlsys.search.web.providers import ProviderLimits
 from rlsys.search.web.web_search import (
     Fetched,
@@ -27,7 +26,6 @@ from tests.search.conftest import children_of
 from tests.search.gated import in_process, until
 from tests.search.web.conftest import local
 from tests.search.web.fake_web import ENVIRON, HTML, FakeWeb, redirect_to
-from tests.support.refusals import refused
 
 
 def opened(web: FakeWeb, **options: Any) -> WebRetriever:
@@ -78,17 +76,6 @@ async def test_an_outage_gives_503_and_answers_already_received_are_kept(web: Fa
         answered = await client.post("/retrieve", json=asked)
         assert [len(line) for line in answered.json()["result"]] == [3, 3, 3]
         assert len(web.asked) == 4
-
-
-def test_wrong_settings_are_refused() -> None:
-    with refused("unknown", "provider"):
-        open_web("yahoo")
-    with refused("missing", "SERPER_API_KEY"):
-        open_web("serper", environ={})
-    with refused("malformed", "endpoint"):
-        open_web("serper", environ=ENVIRON, endpoint="http://[::1")
-    with refused("out_of_range", "passage_words"):
-        open_web("serper", environ=ENVIRON, passage_words=0)
 
 
 class Reader:
@@ -185,33 +172,6 @@ def test_a_page_is_read_as_title_and_paragraphs_without_scripts_and_menus() -> N
     assert page.contents == f'"Old Towns"\n{page.text}'
     menu = "<nav><a href='/'>Home</a></nav><script>alert('x')</script><article>"
     assert read(HTML.replace("<article>", menu)).text == page.text
-
-
-@pytest.mark.parametrize(
-    ("body", "charset", "text"),
-    [
-        ("größer".encode("latin-1"), None, "größer"),
-        ("“x”".encode("cp1252"), "iso-8859-1", "“x”"),
-        ("東京".encode("shift_jis"), "Shift_JIS", "東京"),
-        ("東京".encode(), "no-such-charset", "東京"),
-        (b"\xef\xbb\xbf" + "東京".encode(), "shift_jis", "東京"),
-        ("\ufeff東京".encode("utf-16-le"), None, "東京"),
-        (b"a\xffc", "utf-8", "a�c"),
-    ],
-)
-def test_pages_are_decoded_by_their_charset(body: bytes, charset: str | None, text: str) -> None:
-    assert decode(body, charset) == text
-
-
-@settings(max_examples=50)
-@given(st.text(st.characters()))
-def test_clean_text_has_no_control_characters_and_is_valid_utf8(text: str) -> None:
-    cleaned = clean(text)
-    assert not [c for c in cleaned if unicodedata.category(c) in ("Cc", "Cs") and c != "\n"]
-    assert not set(cleaned) & set("\u202e\u2066")
-    cleaned.encode("utf-8")
-    assert clean(cleaned) == cleaned
-    assert all(line.strip() == line != "" for line in cleaned.split("\n")) or cleaned == ""
 
 
 async def test_a_worker_ends_on_a_hostile_page_and_the_next_page_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
