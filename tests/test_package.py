@@ -1,4 +1,4 @@
-"""Tests of the package from outside: public and deprecated names, its errors, and RLSYS_LOG."""
+"""Tests of the package from outside: public and deprecated names, and its errors."""
 
 import inspect
 import os

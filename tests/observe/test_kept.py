@@ -121,15 +121,6 @@ def test_steps_come_back_in_order_and_later_ones_can_be_removed(tmp_path: Path) 
     assert problems == []
 
 
-def test_failed_write_keeps_the_existing_step(tmp_path: Path) -> None:
-    write_trajectories(tmp_path, 1, select_trajectories([group(1)], 1, None, decode_ids))
-    broken = [group(1), Group(question(2), (replace(scored(), old_logprobs=None),))]
-    with pytest.raises(ValueError, match="q:2"):
-        write_trajectories(tmp_path, 1, select_trajectories(broken, 1, None, decode_ids))
-    assert [path.name for path in (tmp_path / "trajectories").iterdir()] == ["step_000001.jsonl.gz"]
-    assert len(list(read_trajectories(tmp_path, lambda _: None))) == 3
-
-
 def test_damage_loses_only_the_rows_that_it_hit(tmp_path: Path) -> None:
     for step in (1, 2, 3):
         write_trajectories(tmp_path, step, select_trajectories([group(step)], step, None, decode_ids))
@@ -211,18 +202,6 @@ async def test_writing_runs_beside_training_and_the_next_step_waits_for_it(
     await finished
     assert trajectory_steps(tmp_path) == [1, 2]
     keeper.close()
-
-
-def test_closing_waits_for_the_last_trajectories(keeper: TrajectoryWriter, slow: GatedWriter, tmp_path: Path) -> None:
-    """A run that has failed has no event loop any more."""
-    asyncio.run(keeper.begin(1, [group(1)], None))
-    closing = threading.Thread(target=keeper.close)
-    closing.start()
-    assert slow.begun.acquire(timeout=300)
-    assert trajectory_steps(tmp_path) == []
-    slow.go.release()
-    closing.join(300)
-    assert trajectory_steps(tmp_path) == [1]
 
 
 async def test_full_disk_gives_one_warning_and_ends_the_keeping(

@@ -1,4 +1,4 @@
-"""Tests of what a run shows: progress, status file, final table, and samples that cannot control a terminal."""
+"""Tests of what a run shows: progress, status file, and samples that cannot control a terminal."""
 
 import errno
 import io
@@ -53,26 +53,6 @@ def test_piped_progress_is_sparse_and_shows_how_long_a_group_waits() -> None:
         "step 1/9 | reward 0.500 | tokens/s 1,234 | 0:00:15 | rollout: 39/32 groups | actor: waits for log-probs (15 s)",
         "step 2/9 | EM 0.250 | reward 0.500 | tokens/s 1,234 | 0:00:15 | rollout: 39/32 groups | actor: trains",
     ]
-
-
-def test_group_waits_only_while_all_of_its_parts_wait() -> None:
-    clock = Clock()
-    progress = Progress(Console(quiet=True), clock=clock)
-
-    def shown(**states: str) -> str:
-        progress.update(states={part.replace("_", "."): text for part, text in states.items()})
-        clock.now += 5
-        return progress.line().partition("critic: ")[2]
-
-    assert shown(critic="trains on 2 groups") == "trains on 2 groups"
-    assert shown(critic_values="waits for rollouts") == "trains on 2 groups"
-    assert shown(critic_values="computes values of 1 group") == "computes values of 1 group"
-    # The older state is shown again, because training continues.
-    assert shown(critic_values="waits for rollouts") == "trains on 2 groups"
-    assert shown(critic="waits for log-probs and values") == "waits for log-probs and values (5 s)"
-    assert shown() == "waits for log-probs and values (10 s)"
-    assert shown(critic="") == "waits for rollouts (20 s)"
-    assert shown(critic_values="") == ""
 
 
 def sample(

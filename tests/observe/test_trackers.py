@@ -1,4 +1,4 @@
-"""Tests of trackers: each step once after a resume, failures that do not end a run, and modes of W&B."""
+"""Tests of trackers: each step once after a resume, failures that do not end a run, and W&B offline."""
 
 import errno
 import json
@@ -92,15 +92,6 @@ def test_resumed_offline_wandb_run_has_each_step_once(tmp_path: Path, monkeypatc
 
 def warnings_in(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [one.getMessage() for one in caplog.records if one.name.startswith("rlsys")]
-
-
-def test_tracker_that_cannot_start_gives_one_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    (tmp_path / "tensorboard").write_text("a file in the way of the folder")
-    trackers = open_trackers(TrackingConfig(wandb=False), tmp_path, {})
-    assert trackers.others == {}
-    trackers.log(1, METRICS)
-    trackers.close()
-    assert len(warnings_in(caplog)) == 1
 
 
 class FailingTracker:

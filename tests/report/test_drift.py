@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterable
 from dataclasses import astuple
-from itertools import groupby, pairwise
+from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -22,7 +22,6 @@ from rlsys.report.drift import (
     DriftReport,
     joined,
     log_kept_mass,
-    matched_pairs,
     report_of,
     spread,
     tally,
@@ -128,19 +127,6 @@ def test_version_lag_is_separated_from_numerics() -> None:
     row = row_of(report, Cause.NUMERICS)
     assert row.histogram[np.searchsorted(HISTOGRAM_EDGES, 0.125)] == row.tokens
     assert drift_report([with_differences({POLICY: 0.125})], SAMPLING).beyond_numerics is None
-
-
-TOKENS = st.lists(st.integers(0, 5), max_size=30)
-
-
-@given(TOKENS, TOKENS, st.integers(0, 3))
-@settings(max_examples=40)
-def test_matched_pairs_have_equal_tokens_in_order(first: list[int], second: list[int], times: int) -> None:
-    first, second = first * 4**times, second * 4**times
-    pairs = sorted(matched_pairs(first, second))
-    assert all(first[a] == second[b] for a, b in pairs)
-    assert all(a < c and b < d for (a, b), (c, d) in pairwise(pairs))
-    assert len(list(matched_pairs(first, first))) == len(first)
 
 
 NUMBERS = st.lists(st.floats(-30.0, 30.0) | st.just(float("nan")) | st.floats(-1e-6, 1e-6), max_size=30)

@@ -128,17 +128,6 @@ def test_untrusted_text_stays_text(tmp_path: Path, look: Look) -> None:
         assert opened.problems == []
 
 
-def test_missing_parts_break_no_view(tmp_path: Path, look: Look) -> None:
-    (tmp_path / "config.yaml").write_text("")
-    report = write_report([open_run(tmp_path)])
-    assert report == tmp_path / "report.html"
-    for view in VIEWS:
-        opened = look(at(report, f"view={view}"))
-        expect(opened.page.locator("#main")).not_to_be_empty()
-        expect(opened.page.locator("#main")).not_to_contain_text("could not be drawn")
-        assert opened.problems == []
-
-
 def test_live_page_follows_a_run_from_before_its_first_step_to_its_end(tmp_path: Path, look: Look) -> None:
     folder = write_run(tmp_path / "run")
     with watching(folder) as (address, _):

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from rlsys.observe.records import StepTimeline
 from rlsys.observe.spans import Arg, Span
-from rlsys.report.time_use import GROUPS, Activity, critical_path, time_report
+from rlsys.report.time_use import GROUPS, Activity, critical_path, leads_to, time_report
 
 S = 1_000_000_000
 NAMES = {
@@ -75,6 +75,21 @@ def test_switch_that_waits_for_episodes_counts_as_their_activity() -> None:
     ]
     found = critical_path(step(*spans, seconds=10))
     assert found.seconds == {"generation": 3.0, "search": 2.0, "logprob": 1.0, "training": 1.0, "sync": 3.0}
+
+
+def test_failed_episodes_lead_to_nothing_and_device_switches_are_counted() -> None:
+    failed = span("rollout.group", "rollout", 0, 2, question="a", error="CancelledError")
+    again = span("rollout.group", "rollout", 2, 3, question="a")
+    assert leads_to(failed, again)
+    assert not leads_to(failed, span("reward.score", "driver", 3, 4, question="a"))
+    spans = [
+        span("logprob.compute", "inference", 0, 1, questions=["a"]),
+        span("switch.release", "driver", 1, 3, "inference"),
+        span("switch.acquire", "driver", 3, 4, "actor"),
+        span("train.accumulate", "actor", 4, 5, questions=["a"]),
+        span("train.apply", "actor", 5, 6, step=1),
+    ]
+    assert critical_path(step(*spans, seconds=6)).seconds == {"switch": 3.0, "logprob": 1.0, "training": 2.0}
 
 
 @st.composite

@@ -9,12 +9,12 @@ from hypothesis import strategies as st
 
 from rlsys.config.schema import CassetteMode
 from rlsys.errors import Code
-from rlsys.search.cassette import Cassette, drawn_rank
+from rlsys.search.cassette import Cassette
 from rlsys.search.retrieval import Failure, Passage, SearchResult
 from tests.support.refusals import refused
 from tests.support.virtual_time import now, run_virtually, virtually
 
-from .scripted import EXTEND, RECORD, REPLAY, Script, found, tool, written
+from .scripted import EXTEND, RECORD, REPLAY, Script, found, rows, tool, written
 
 QUERIES = st.sampled_from(["Mali", " Mali\n", "Chad", 'a "quoted"\nline', "São Tomé", "\ud800 half", "", " "])
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
@@ -57,14 +57,6 @@ def test_replay_gives_the_first_success_of_a_query_else_its_first_failure(
 
 
 # ---- latencies
-
-
-@settings(max_examples=50)
-@given(query=st.text(), first=st.integers(0, 10**6), count=st.integers(1, 300))
-def test_as_many_searches_as_latencies_draw_each_latency_once(query: str, first: int, count: int) -> None:
-    query = query.encode("utf-8", "replace").decode()
-    ranks = [drawn_rank(query, asked, count) for asked in range(first, first + count)]
-    assert sorted(ranks) == list(range(count))
 
 
 @pytest.mark.parametrize("scale", [0.0, 2.5])
@@ -151,3 +143,21 @@ def test_an_unusable_file_is_refused_and_left_unchanged(
         tool(path, mode, None if mode is REPLAY else Script())
     assert str(path) in str(error.value)
     assert content is None or path.read_bytes() == content
+
+
+def test_an_older_cassette_is_extended_only_from_a_server_of_the_same_index(tmp_path: Path) -> None:
+    path = tmp_path / "tape.jsonl"
+    header = b'{"rlsys_cassette": 1, "topk": 3, "server": {"passages": 7, "encoder": "e", "dimension": 2}}\n'
+    path.write_bytes(header + b'{"query": "Mali", "latency_s": 0.5, "error": "no answer from there"}\n')
+
+    async def ask(query: str, mode: CassetteMode, server: Script | None = None) -> SearchResult:
+        async with tool(path, mode, server) as asked:
+            return await asked.search(query)
+
+    assert run_virtually(ask("Mali", REPLAY)) == SearchResult(error="no answer from there")
+    serves = {"kind": "dense", "passages": 7, "encoder": "e", "corpus_sha256": "c", "queries": 9}
+    with refused("mismatch", path):
+        run_virtually(ask("Mali", EXTEND, Script(serves=serves | {"passages": 8})))
+    assert len(rows(path)) == 2
+    for query, server in (("Mali", Script(serves=serves)), ("Chad", Script(serves=None))):
+        assert run_virtually(ask(query, EXTEND, server)) == run_virtually(ask(query, REPLAY)) == found(query)

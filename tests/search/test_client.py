@@ -1,19 +1,15 @@
-"""Tests of the client over real sockets: killed and restarted replicas, malformed answers, settings."""
+"""Tests of the client over real sockets: killed and restarted replicas, and wrong URLs."""
 
 import asyncio
 import os
 import signal
-import socket
-import struct
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
 import pytest
 
 from rlsys.errors import Code
 from rlsys.search.client import SearchClient
-from rlsys.search.retrieval import Failure, SearchResult
+from rlsys.search.retrieval import SearchResult
 from rlsys.search.server.asgi import create_app
 from tests.support.ports import free_port
 from tests.support.refusals import refused
@@ -22,7 +18,7 @@ from tests.support.virtual_time import virtually
 
 from .gated import Gated
 from .gated_server import GatedServer
-from .scripted import ScriptedServer, ScriptedWire, answer, found
+from .scripted import ScriptedServer, ScriptedWire, found
 
 
 def is_right(query: str, result: SearchResult) -> bool:
@@ -64,56 +60,6 @@ async def test_no_search_is_lost_when_a_server_is_killed_and_restarted(tmp_path:
 
 
 # ---- malformed answers
-
-
-@asynccontextmanager
-async def raw_server(reply: bytes, *, reset: bool) -> AsyncIterator[str]:
-    """Serve `reply` to every search; /health does not exist."""
-
-    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with suppress(asyncio.IncompleteReadError, ConnectionError):
-            searched = (await reader.readuntil(b"\r\n\r\n")).startswith(b"POST")
-            writer.write(reply if searched else NO_HEALTH)
-            await writer.drain()
-            if reset and searched:
-                sock = writer.get_extra_info("socket")
-                sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-        writer.close()
-
-    server = await asyncio.start_server(serve, "127.0.0.1", 0)
-    async with server:
-        yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
-
-
-NO_HEALTH = b"HTTP/1.1 404 Not Found\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
-HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\n"
-WHOLE = answer(["Mali"])
-
-
-@pytest.mark.parametrize(
-    ("reply", "reset"),
-    [
-        pytest.param(b"", False, id="nothing"),
-        pytest.param(b"", True, id="reset"),
-        pytest.param(b"\x00\x01 what?\r\n\r\n", False, id="garbage"),
-        pytest.param(HEAD + b"Content-Length: 9999\r\n\r\n" + WHOLE, True, id="body ends early"),
-        pytest.param(HEAD + b'Transfer-Encoding: chunked\r\n\r\n5\r\n{"res\r\n', False, id="chunks end early"),
-        pytest.param(HEAD + b"Content-Encoding: gzip\r\nContent-Length: 3\r\n\r\nabc", False, id="no gzip"),
-        pytest.param(HEAD + b"Content-Length: 40\r\n\r\n" + WHOLE[:40], False, id="truncated JSON"),
-    ],
-)
-async def test_malformed_answers_fail_over_or_give_a_typed_failure(reply: bytes, reset: bool) -> None:
-    queries = [f"country {row}" for row in range(30)]
-    async with raw_server(reply, reset=reset) as bad:
-        with serving(create_app(Gated())) as good:
-            async with SearchClient([bad, good], retries=0, max_coalesced=1) as client:
-                assert all(map(is_right, queries, await asyncio.gather(*map(client.search, queries))))
-        assert client.counts.failovers > 0
-        async with SearchClient(bad, retries=0) as client:
-            result = await client.search("Mali")
-    assert result.failure in (Failure.unavailable, Failure.broken)
-    assert bad in result.error
-    assert len(result.error.splitlines()) == 1
 
 
 # ---- settings

@@ -121,18 +121,6 @@ async def test_a_client_that_does_not_read_its_answer_is_disconnected() -> None:
 
 
 @virtually
-async def test_the_longest_idle_connection_is_closed_for_a_new_one() -> None:
-    server = Server(most=3)
-    first, second, third = [await server.connected(sent) for sent in (b"", HEAD, b"")]
-    assert statuses(await second.send(b"\r\n")) == [b"200"]
-    fourth = await server.connected()
-    assert [one.is_open for one in (first, second, third, fourth)] == [False, True, True, True]
-    fifth = await server.connected(HEAD + b"\r\n")
-    assert statuses(fifth.received) == [b"200"]
-    assert not third.is_open
-
-
-@virtually
 async def test_a_new_connection_gets_503_while_all_others_are_busy() -> None:
     server = Server(most=2)
     server.may_answer.clear()

@@ -1,6 +1,5 @@
 """Tests of the corpus: random access by row, and offsets that are used only for the file that they were made from."""
 
-import gzip
 import hashlib
 import json
 import os
@@ -14,7 +13,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlsys.errors import Code, RunError
 from rlsys.search import corpus as corpus_module
 from rlsys.search.corpus import Corpus
 from tests.support.refusals import refused
@@ -100,23 +98,6 @@ def test_a_bad_row_is_named_by_its_line_when_it_is_fetched(tmp_path: Path, line:
     assert "line 2" in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("content", "code"),
-    [
-        (None, "not_found"),
-        (b"\n \r\n\n", "empty"),
-        (gzip.compress(b"{}", mtime=0), "unsupported"),
-        (b"PAR1\x15\x04", "unsupported"),
-    ],
-)
-def test_missing_empty_and_foreign_files_are_refused(tmp_path: Path, content: bytes | None, code: Code) -> None:
-    path = tmp_path / "corpus"
-    if content is not None:
-        path.write_bytes(content)
-    with refused(code, path):
-        Corpus.open(path)
-
-
 def append(path: Path) -> None:
     with path.open("a") as file:
         file.write(row(2000, "more") + "\n")
@@ -154,10 +135,3 @@ def test_a_damaged_offsets_file_is_never_used(tmp_path_factory: pytest.TempPathF
     sidecar.write_bytes(whole[:place])
     assert scans(path)
     assert sidecar.read_bytes() == whole
-
-
-def test_a_file_that_shrinks_while_it_is_open_raises_a_run_error(path: Path) -> None:
-    corpus = Corpus.open(path)
-    os.truncate(path, 100)
-    with pytest.raises(RunError, match=path.name):
-        corpus.fetch([1999])

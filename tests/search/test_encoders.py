@@ -16,7 +16,6 @@ from sentence_transformers import CrossEncoder, SentenceTransformer
 from sentence_transformers.models import Normalize, Transformer
 from sentence_transformers.models import Pooling as Pool
 from transformers import (
-    AutoTokenizer,
     BertConfig,
     BertForSequenceClassification,
     BertModel,
@@ -28,12 +27,9 @@ from transformers import (
     RobertaConfig,
     RobertaModel,
 )
-from transformers import RobertaForSequenceClassification as Roberta
 
-from rlsys.errors import Code
 from rlsys.search.encoders.encoder import Batch, Encoder, Lines, PassCost, Reranker, plan, shares_lines
 from tests.search.tiny_encoders import SHAPE, bert, minilm_tokenizer, save
-from tests.support.refusals import refused
 
 Array = np.ndarray[Any, Any]
 WEIGHTS = "model.safetensors"
@@ -139,54 +135,8 @@ def test_both_dpr_encoders_load_their_own_weights(tmp_path: Path, architecture: 
     assert_encodes(encoder, "", "", lambda text: alone(dpr, text).pooler_output[0].numpy())
 
 
-@pytest.mark.parametrize(
-    ("options", "code", "key"),
-    [
-        ({"device": "cuda:2"}, "no_room", "device"),
-        ({"dtype": "int8"}, "unknown", "dtype"),
-        ({"family": "auto"}, "missing", "family"),
-        ({"family": "sentence-transformers"}, "not_found", None),
-        ({"pooling": "max"}, "unknown", "pooling"),
-        ({"max_tokens": 513}, "out_of_range", "max_tokens"),
-    ],
-)
-def test_settings_that_the_model_or_machine_lacks_are_refused(
-    saved: str, options: dict[str, Any], code: Code, key: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    with refused(code, key):
-        Encoder.load(saved, **{"family": "e5"} | options)
-
-
-def resize(**changes: int) -> Callable[[Path], None]:
-    return lambda folder: BertConfig(**SHAPE | changes).save_pretrained(folder)
-
-
 def rewrite_weights(change: Callable[[bytes], bytes]) -> Callable[[Path], object]:
     return lambda folder: (folder / WEIGHTS).write_bytes(change((folder / WEIGHTS).read_bytes()))
-
-
-def remove_vocabulary(folder: Path) -> None:
-    (folder / "tokenizer.json").unlink()
-    (folder / "vocab.txt").unlink(missing_ok=True)
-
-
-@pytest.mark.parametrize(
-    ("damage", "code"),
-    [
-        (resize(num_hidden_layers=3), "mismatch"),
-        (resize(hidden_size=32), "mismatch"),
-        (rewrite_weights(lambda whole: whole[:100]), "malformed"),
-        (remove_vocabulary, "not_found"),
-        (lambda folder: (folder / "config.json").unlink(), "malformed"),
-        (BertForSequenceClassification(BertConfig(**SHAPE)).save_pretrained, "unsupported"),
-    ],
-    ids=["deeper", "wider", "cut", "no vocabulary", "no config", "reranker"],
-)
-def test_an_incomplete_encoder_folder_is_refused(copy: Path, damage: Any, code: Code) -> None:
-    damage(copy)
-    with refused(code, copy):
-        Encoder.load(str(copy))
 
 
 def test_changed_weights_change_the_checksum(copy: Path) -> None:
@@ -228,22 +178,6 @@ def test_scores_equal_cross_encoder_for_each_activation_in_config_json(tmp_path:
     assert np.std(expected) > 0.01
     np.testing.assert_allclose(Reranker.load(folder).scores(PAIRS), expected, atol=1e-5)
     assert Reranker.load(folder).scores([]) == []
-
-
-def test_a_model_without_token_types_works_and_long_pairs_are_truncated(tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    model = Roberta(RobertaConfig(**SHARP, num_labels=1, pad_token_id=0, max_position_embeddings=65)).eval()
-    folder = save(model, tmp_path)
-    tokenizer = AutoTokenizer.from_pretrained(folder, model_input_names=["input_ids", "attention_mask"])
-    tokenizer.save_pretrained(folder)
-    scores = Reranker.load(folder, max_tokens=64).scores(PAIRS)
-    for (query, passage), score in zip(PAIRS, scores, strict=True):
-        tokens = tokenizer([query], [passage], return_tensors="pt", truncation=True, max_length=64)
-        with torch.no_grad():
-            logit = model(**tokens).logits
-        assert score == pytest.approx(float(logit.sigmoid()), abs=1e-5)
-    with refused("out_of_range", "max_tokens"):
-        Reranker.load(folder, max_tokens=65)
 
 
 # ---- forward passes

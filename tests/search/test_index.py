@@ -4,7 +4,6 @@ import logging
 import shutil
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import faiss
 import numpy as np
@@ -16,17 +15,14 @@ from rlsys.search.encoders.encoder import Encoder
 from rlsys.search.encoders.spec import EncoderSpec
 from rlsys.search.index.dense import (
     DenseIndex,
-    FaissSettings,
     SearchOptions,
     VectorRetriever,
     Vectors,
     new_index,
     open_prebuilt,
     reserve,
-    settle,
 )
-from rlsys.search.index.fusion import HybridRetriever, build_hybrid, fuse
-from rlsys.search.index.lexical import LexicalOptions, build_lexical
+from rlsys.search.index.fusion import build_hybrid, fuse
 from rlsys.search.server.command import open_retriever
 from tests.search.index_edits import Edit, edit_corpus, edit_manifest
 from tests.support.refusals import refused
@@ -131,31 +127,6 @@ def test_an_opened_hybrid_fuses_its_two_parts(hybrid_dir: Path, queries: list[st
     assert [hits[:5] for hits in hybrid.find(ready, 50)] == hybrid.find(ready, 5)
 
 
-def test_only_the_changed_part_of_a_hybrid_is_rebuilt(hybrid: Path, corpus_path: Path, spec: EncoderSpec) -> None:
-    corpus, stages = Corpus.open(corpus_path), set[str]()
-    before = (hybrid / "dense" / "index.faiss").stat().st_ino
-    assert not build_hybrid(corpus, spec, hybrid)
-    assert build_hybrid(corpus, spec, hybrid, None, LexicalOptions(k1=1.5), lambda *step: stages.add(step[0]))
-    assert stages == {"tokenise"}
-    assert (hybrid / "dense" / "index.faiss").stat().st_ino == before
-    assert HybridRetriever.open(hybrid).describe()["bm25"]["k1"] == 1.5
-    assert not list(hybrid.parent.glob(".*"))
-
-
-def test_mismatched_parts_of_a_hybrid_are_refused_and_closed(hybrid: Path, corpus_path: Path, tmp_path: Path) -> None:
-    shorter = tmp_path / "shorter.jsonl"
-    shorter.write_text("".join(corpus_path.read_text().splitlines(keepends=True)[:5]))
-    build_lexical(Corpus.open(shorter), hybrid / "bm25")
-    with refused("mismatch", "corpus_sha256"):
-        HybridRetriever.open(hybrid)
-    with refused("mismatch", hybrid / "dense"):
-        HybridRetriever.open(hybrid / "dense")
-    shutil.rmtree(hybrid / "bm25")
-    with patch.object(VectorRetriever, "close") as closed, refused("not_found", hybrid / "bm25"):
-        HybridRetriever.open(hybrid)
-    closed.assert_called_once()
-
-
 # ---- vectors
 
 DIMENSION = 64
@@ -189,19 +160,3 @@ def test_an_answer_does_not_depend_on_topk(faiss_type: str, tmp_path: Path) -> N
         np.testing.assert_array_equal(some_scores, scores[:, :topk])
     assert (index.search(asked, 500)[1] >= 0).all() or "IVF" in faiss_type
     np.testing.assert_array_equal(index.search(asked, 200)[1], rows)
-
-
-@pytest.mark.parametrize(
-    ("faiss_type", "asked", "recorded", "settled"),
-    [
-        ("Flat", {}, {}, (None, None)),
-        ("OPQ8_32,IVF256_HNSW8,PQ8x4fs,RFlat", {}, {}, (16, 128)),
-        ("IVF1024,Flat", {}, {"nprobe": 5}, (5, None)),
-        ("IVF1024,Flat", {"nprobe": 6}, {"nprobe": 5}, (6, None)),
-    ],
-)
-def test_settings_come_from_the_caller_else_the_record_else_the_type(
-    faiss_type: str, asked: Any, recorded: Any, settled: tuple[int | None, int | None]
-) -> None:
-    index, before = new_index(faiss_type, DIMENSION), FaissSettings(**recorded)
-    assert settle(index, FaissSettings(**asked), faiss_type=faiss_type, recorded=before) == FaissSettings(*settled)

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rlsys.errors import Code, RunError
+from rlsys.errors import RunError
 from rlsys.search.corpus import Corpus
 from rlsys.search.encoders.encoder import Encoder
 from rlsys.search.encoders.spec import EncoderSpec
@@ -114,27 +114,6 @@ def test_only_changed_stages_are_repeated(copy: Path, corpus: Corpus, spec: Enco
     assert stages_of(BuildOptions("Flat", embeddings_dtype="float16"))["encode"] == (0, 200)
     np.testing.assert_allclose(embeddings_of(copy), single, atol=5e-4)
     assert embeddings_of(copy).dtype == np.float16
-
-
-@pytest.mark.parametrize(
-    ("options", "code"),
-    [
-        (BuildOptions("IVF64,Flat", max_train_rows=63), "mismatch"),
-        (BuildOptions("Flatty"), "unknown"),
-        (BuildOptions(), "malformed"),
-    ],
-)
-def test_an_impossible_build_is_refused_before_encoding(
-    copy: Path, corpus: Corpus, spec: EncoderSpec, tmp_path: Path, options: BuildOptions, code: Code
-) -> None:
-    """The last build is of a corpus with an invalid line."""
-    bad, stages = tmp_path / "bad.jsonl", Stages()
-    bad.write_text('{"id": "0", "contents": "fine"}\n{"id": "1"}\n')
-    with refused(code, bad if code == "malformed" else None):
-        build(Corpus.open(bad) if code == "malformed" else corpus, spec, copy, options, stages)
-    assert stages == {}
-    assert DenseIndex.open(copy).manifest.rows == 200
-    assert not list(tmp_path.glob(".*"))
 
 
 def test_foreign_folders_and_claimed_drafts_are_left_unchanged(

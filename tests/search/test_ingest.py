@@ -18,7 +18,6 @@ from rlsys.search.corpus import Corpus
 from rlsys.search.ingest import (
     Chunking,
     CutQuality,
-    Fields,
     Section,
     Summary,
     chunk_text,
@@ -94,17 +93,6 @@ def test_passages_of_a_long_document_are_numbered_and_keep_its_title(tmp_path: P
     assert (summary.words, summary.longest) == (150, 50)
 
 
-def test_fields_can_be_named_and_duplicates_dropped(tmp_path: Path) -> None:
-    row = {"text": "no", "abstract": "yes", "name": "A\nb", "key": "k"}
-    source = write(tmp_path / "in.jsonl", [row, row | {"key": "l"}, row | {"key": "m", "name": "C"}])
-    fields = Fields(text="abstract", title="name", id="key")
-    assert len(run(tmp_path, source, fields=fields)[0]) == 3
-    passages, summary = run(tmp_path, source, fields=fields, drop_duplicates=True)
-    made = {"text": "no", "source": "in.jsonl"}
-    assert passages == [{"id": "k", "contents": '"A b"\nyes', **made}, {"id": "m", "contents": '"C"\nyes', **made}]
-    assert summary.duplicates == 1
-
-
 def test_chunks_are_measured_in_tokens_of_the_encoder(tmp_path: Path) -> None:
     text = "Unbelievably internationalised tokenisation! Ünïcode café, naïve 3.14159 and hyper-parameters. " * 8
     source = write(tmp_path / "in.txt", text)
@@ -172,20 +160,6 @@ def test_a_document_whose_passages_would_fill_the_disk_is_refused(tmp_path: Path
 )
 def test_headings_become_a_path_of_titles(source: str, expected: list[str]) -> None:
     assert [section.title for section in sections(source, "name")] == expected
-
-
-@pytest.mark.parametrize(
-    ("front_matter", "title"),
-    [
-        ("title: 2024-13-45", "2024-13-45"),
-        ("a: 1\ntitle: >\n  two\n  lines\nb: {title: not this}", "two lines"),
-        ("title: " + "1" * 5000, "1" * 200),
-        ("a: " + "[" * 300 + "]" * 300 + "\ntitle: deep", "deep"),
-    ],
-)
-def test_a_title_of_front_matter_is_read_as_text(front_matter: str, title: str) -> None:
-    (section,) = sections(f"---\n{front_matter}\n---\ntext", "name")
-    assert section == Section(title, "text")
 
 
 @pytest.mark.parametrize(
@@ -290,13 +264,3 @@ def test_cuts_prefer_paragraphs_then_sentences_then_words() -> None:
     text = f"{first}\n\n{last}"
     assert chunk_text(text, size=8) == [first, last]
     assert chunk_text(text, size=4) == ["One two three.", "Four five six.", "Seven eight nine ten", "eleven."]
-
-
-def test_code_stays_whole_if_it_fits_and_is_cut_at_lines_otherwise() -> None:
-    code = "a = 1\n\nb = 2"
-    text = f"Some words. More of them.\n\n{code}\n\nAnd then."
-    begin = text.index(code)
-    chunks = chunk_text(text, size=9, code=[(begin, begin + len(code))])
-    assert chunks == ["Some words. More of them.", f"{code}\n\nAnd then."]
-    assert chunk_text(code, size=4, code=[(0, len(code))]) == ["a = 1", "b = 2"]
-    assert chunk_text("a.b C. D\ne", size=3, code=[(0, 10)]) == ["a.b C. D", "e"], "no sentences in code"

@@ -18,10 +18,7 @@ import requests
 
 from rlsys.errors import Code, RunError
 from rlsys.search.address import TOKEN_VARIABLE
-from rlsys.search.corpus import PageStore
-from rlsys.search.server import command
-from rlsys.search.server.command import Parts, read_token, serve_index
-from rlsys.search.server.contract import ServerLimits
+from rlsys.search.server.command import read_token, serve_index
 from rlsys.search.server_process import SearchServer
 from tests.support.ports import free_port
 from tests.support.refusals import refused
@@ -148,28 +145,6 @@ def test_a_hanging_search_is_ended_with_the_server() -> None:
 
 
 # ---- the command
-
-
-def test_flags_reach_the_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    opened: list[tuple[Path, dict[str, Any]]] = []
-    served: list[tuple[Parts, dict[str, Any]]] = []
-    monkeypatch.setattr(command, "open_retriever", lambda folder, **options: opened.append((folder, options)))
-    monkeypatch.setattr(command, "serve_parts", lambda load, **settings: served.append((load(), settings)))
-    monkeypatch.setenv(TOKEN_VARIABLE, "s3cret")
-    pages = tmp_path / "pages.jsonl"
-    pages.write_text('{"url": "https://a.example/", "contents": "a page"}\n')
-    flags = "--topk 1 --max-topk 2000 --cache-entries 0 --port 7 --allowed-host a --allowed-host b --nprobe 9 --mmap"
-    assert serve_index([str(tmp_path), "--pages", str(pages), *flags.split()]) == 0
-    ((parts, settings),) = served
-    assert settings["limits"] == ServerLimits(max_topk=2000, cache_entries=0)
-    assert (settings["topk"], settings["port"], settings["token"]) == (1, 7, "s3cret")
-    assert settings["allowed_hosts"] == ["a", "b"]
-    assert isinstance(parts.pages, PageStore)
-    ((folder, options),) = opened
-    assert folder == tmp_path
-    # The depth of the search is the largest topk that a client may ask for.
-    given = {"own_process": True, "nprobe": 9, "mmap": True, "depth": 2000}
-    assert {key: value for key, value in options.items() if value is not None} == given
 
 
 @pytest.mark.parametrize(

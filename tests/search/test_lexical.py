@@ -131,23 +131,6 @@ def test_words_are_split_as_by_lucenes_english_analyser() -> None:
         LexicalOptions(k1=math.nan)
 
 
-def test_a_failed_build_leaves_the_old_index_and_no_draft(copy: Path, tmp_path: Path) -> None:
-    """One corpus has no words, the other grows during the build."""
-    path = tmp_path / "corpus.jsonl"
-
-    def grow(*_: object) -> None:
-        with path.open("a") as file:
-            file.write('{"id": "1", "contents": "more"}\n')
-
-    before = (copy / "manifest.json").read_text()
-    for text, meanwhile, code in (("?", lambda *_: None, "empty"), ("word", grow, "in_use")):
-        write(path, [text])
-        with refused(code, path):  # type: ignore[arg-type]
-            build_lexical(Corpus.open(path), copy, None, meanwhile)
-        assert (copy / "manifest.json").read_text() == before
-        assert not list(tmp_path.glob(".*"))
-
-
 def edit_array(name: str, change: Callable[[Array], Array]) -> Edit:
     def edit(folder: Path) -> None:
         path = folder / "postings" / f"{name}.csc.index.npy"

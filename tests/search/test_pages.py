@@ -4,7 +4,6 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -91,22 +90,3 @@ def test_a_bad_page_is_named_when_the_file_is_opened(tmp_path: Path, bad: str) -
     with refused("malformed", path) as error:
         PageStore(path)
     assert "line 2 " in str(error.value)
-
-
-def test_urls_are_parsed_again_only_for_a_changed_file_or_a_damaged_sidecar(tmp_path: Path) -> None:
-    path = write(tmp_path / "pages.jsonl", [page(f"{WIKI}/{number}") for number in range(1000)])
-    sidecar = tmp_path / "pages.jsonl.urls"
-
-    def is_parsed(pages: int) -> bool:
-        with patch.object(corpus_module, "_write_urls", wraps=corpus_module._write_urls) as parsed:
-            assert found(PageStore(path), f"{WIKI}/{pages - 1}", f"{WIKI}/{pages}") == ["text", None]
-        return parsed.called
-
-    assert [is_parsed(1000), is_parsed(1000)] == [True, False]
-    whole = sidecar.read_bytes()
-    sidecar.write_bytes(whole[:-8])
-    assert is_parsed(1000)
-    assert sidecar.read_bytes() == whole
-    with path.open("a") as file:
-        file.write(json.dumps(page(f"{WIKI}/1000")) + "\n")
-    assert is_parsed(1001)

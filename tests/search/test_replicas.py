@@ -5,7 +5,6 @@ from random import Random
 import pytest
 
 from rlsys.search.client import Replicas, ReplicaState, SearchRequest
-from rlsys.search.retrieval import differences, served
 from rlsys.search.wire import ReplicaVerdict
 
 URLS = ("http://a", "http://b", "http://c")
@@ -63,9 +62,3 @@ def test_the_best_replica_is_picked(
         replica.state, replica.in_flight = STATES[state], requests
     request = SearchRequest(failed=[by_name[name] for name in failed], broken=[by_name[name] for name in broken])
     assert replicas.pick(request) is (by_name[picked] if picked else None)
-
-
-def test_servers_differ_only_in_fields_both_have_besides_counts() -> None:
-    one, other = {"encoder": "e", "passages": 7, "queries": 9}, {"passages": 8, "encoder": "f", "queries": 3}
-    assert set(differences(served(one), served(other))) == {"encoder", "passages"}
-    assert differences(served(one), served({"kind": "dense", "encoder": "e", "status": "ok"})) == []

@@ -1,4 +1,4 @@
-"""Tests of a run's search server: when a run starts one, and which errors say that a server does not answer."""
+"""Tests of a run's search server: when a run starts one, and the error that says that it is dead."""
 
 from pathlib import Path
 

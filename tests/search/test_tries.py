@@ -9,10 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlsys.errors import RunError
 from rlsys.search.client import SearchClient
 from rlsys.search.retrieval import Failure, SearchResult
-from tests.support.refusals import refused
 from tests.support.virtual_time import now, run_virtually, virtually
 
 from .scripted import SERVES, ScriptedServer, ScriptedWire, found
@@ -109,18 +107,6 @@ async def test_a_replica_of_another_index_is_never_asked(caplog: pytest.LogCaptu
     assert "encoder=f" in caplog.text
 
 
-def test_health_is_refused_if_replicas_serve_different_indexes() -> None:
-    async def work(*serve: dict[str, Any] | None) -> dict[str, Any]:
-        servers = {f"s{row}": ScriptedServer(serves=one, down=one == {}) for row, one in enumerate(serve)}
-        return await over(ScriptedWire(**servers)).health()
-
-    assert run_virtually(work({}, SERVES, None, SERVES | {"kind": "dense"})) == SERVES
-    with refused("mismatch", "http://s2"):
-        run_virtually(work(SERVES, SERVES, SERVES | {"passages": 8}))
-    with pytest.raises(RunError, match=r"http://s0.*http://s1"):
-        run_virtually(work({}, None))
-
-
 # ---- hedges
 
 
@@ -137,19 +123,6 @@ async def test_a_slow_request_is_sent_twice_and_the_first_answer_counts(other_fa
         assert (now(), first.cancelled, client.counts.hedges_won) == ((20.0, 0, 0) if other_fails else (2.5, 1, 1))
         assert (first.asked, second.asked) == ([0.0], [2.0])
         assert (client.counts.hedges, client.counts.retries) == (1, 0)
-
-
-@virtually
-async def test_a_cancelled_search_ends_neither_others_nor_the_request() -> None:
-    server = ScriptedServer(takes_s=3.0)
-    async with over(ScriptedWire(a=server, b=server), hedge_after_s=1.0, max_coalesced=8) as client:
-        searches = [asyncio.create_task(client.search(f"q{row}")) for row in range(4)]
-        await asyncio.sleep(0.5)
-        searches[1].cancel()
-        results = await asyncio.gather(*searches, return_exceptions=True)
-        assert isinstance(results[1], asyncio.CancelledError)
-        assert [results[row] for row in (0, 2, 3)] == [found(f"q{row}") for row in (0, 2, 3)]
-        assert client.counts.searches == 3
 
 
 # ---- everything at once

@@ -22,7 +22,7 @@ from rlsys.apps.api.arguments import (
     training_files,
 )
 from rlsys.config.compose import load_config
-from rlsys.data.question import Question, read_questions, search_prompt
+from rlsys.data.question import read_questions, search_prompt
 from rlsys.errors import Code, UserError
 from tests.support.refusals import refused
 
@@ -66,15 +66,6 @@ def test_devices_are_divided_among_the_groups(devices: Any, actor: str, inferenc
     assert (config.trainer.schedule.kind == "sequential") == (config.cluster.mode == "colocated")
 
 
-def test_a_reward_may_hold_terms_and_settings() -> None:
-    given_ = {"exact_match": 1.0, "format": 0.5, "structure_score": 0.3, "tests.support.tiny_models.even_tokens": 0.1}
-    overrides = [f"{k}={quoted(v)}" for k, v in of_reward(given_ | {"judge": {"retries": 2}}).items()]
-    reward = load_config("searchr1_tiny_cpu", overrides).reward
-    assert reward.terms == {"exact_match": 1.0, "format": 0.5, "tests.support.tiny_models.even_tokens": 0.1}
-    assert (reward.structure_score, reward.judge.retries) == (0.3, 2)
-    assert of_reward({"terms": {"f1": 1}}) == {"reward.terms.f1": 1}
-
-
 @pytest.mark.parametrize(
     ("reward", "code", "key"),
     [
@@ -97,14 +88,6 @@ SEARCH_R1 = {"prompt": [{"role": "user", "content": "Q?"}], "reward_model": {"gr
 def jsonl(path: Path, *rows: Any) -> Path:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
-
-
-def test_questions_survive_being_written_and_read(tmp_path: Path) -> None:
-    given = Question("x:1", "My own prompt", ("a", "b"), "mine", {"hops": 2}, "raw?")
-    (found,) = read_questions(read_data([given], "train_data").path(tmp_path))
-    assert (found.prompt, found.answers, found.data_source, dict(found.extra), found.text) == (
-        given.prompt, given.answers, given.data_source, given.extra, given.text,
-    )  # fmt: skip
 
 
 def test_a_file_in_the_runs_format_is_used_unchanged(tmp_path: Path) -> None:

@@ -10,7 +10,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import huggingface_hub
 import pytest
 from transformers import GPTNeoXConfig
 
@@ -92,16 +91,6 @@ def test_a_wrong_argument_is_refused(
 
 def unwanted(*_: Any, **__: Any) -> Any:
     raise AssertionError("something has been started")
-
-
-@pytest.mark.parametrize(("override", "model"), [("actor.lrate=1", "Qwen/Small"), ("trainer.steps=-1", POLICY)])
-def test_wrong_settings_are_refused_before_a_download_or_a_server_start(
-    override: str, model: str | Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", unwanted)
-    monkeypatch.setattr(HttpRetriever, "serving", unwanted)
-    with pytest.raises(UserError, match=override.partition("=")[0]):
-        SearchR1Trainer(model, SERVER, output_dir=tmp_path, overrides=[override]).train(ROWS)
 
 
 def test_a_dead_server_and_an_unknown_model_family_fail_before_the_run_starts(

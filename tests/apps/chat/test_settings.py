@@ -79,15 +79,6 @@ def test_the_config_of_a_foreign_folder_is_not_used(tree: dict[str, Any], tmp_pa
     assert (found.config.search.url, found.config.task.tools) == (None, [])
 
 
-@pytest.mark.parametrize("agent", ["react", "no_such_module.agent"])
-def test_agent_that_a_chat_cannot_show_is_refused_without_importing_it(
-    run: Path, tree: dict[str, Any], agent: str
-) -> None:
-    save(run, tree, task={"agent": {"kind": agent}})
-    with refused("unsupported", "task.agent.kind"):
-        settings(run)
-
-
 @pytest.mark.parametrize("in_its_run", [False, True])
 def test_tokens_and_tools_of_a_found_config_are_reported_and_not_trusted(
     run: Path, tree: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, in_its_run: bool

@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 from rlsys.apps.chat.conversation import EpisodeEnded, Failed, Kind, ObservationAdded, QuestionAccepted, TextPiece
-from rlsys.apps.chat.terminal import JsonScreen, TextScreen, lines_of, session
+from rlsys.apps.chat.terminal import JsonScreen, TextScreen, session
 from rlsys.errors import RunError
 from rlsys.rollout.agent.recorder import Generation
 from tests.support.chat import ANSWERS, SEARCHES, FakeSearch, Script, codec, conversation
@@ -75,18 +75,3 @@ async def test_ctrl_c_stops_the_answer_but_not_the_session() -> None:
     assert reasons[-2] == "Stopped."
     assert json.loads(out.getvalue().splitlines()[-1])["code"] == "empty"
     assert script.cancelled == 1
-
-
-async def test_lines_are_read_as_soon_as_they_are_written() -> None:
-    reading, writing = os.pipe()
-    lines = lines_of(reading)
-    first = asyncio.ensure_future(anext(lines))
-    await asyncio.sleep(0)
-    assert not first.done()
-    os.write(writing, b"one\r\ntw")
-    assert await first == "one"
-    os.write(writing, "o\n\nthree ü".encode())
-    os.write(writing, b"\xff")
-    os.close(writing)
-    assert [line async for line in lines] == ["two", "", "three ü\ufffd"]
-    os.close(reading)

@@ -91,17 +91,6 @@ def test_a_corrupted_body_or_wrong_range_is_downloaded_again(
     assert bench.told == 4000
 
 
-def test_a_changed_file_is_downloaded_from_its_start(fake: FakeHub, bench: DownloadBench, tmp_path: Path) -> None:
-    fake.faults = [100, *["503"] * 6]
-    with pytest.raises(RunError):
-        bench.fetch()
-    fake.files["a/set/part_aa"] = b"new" * 500
-    again = DownloadBench(fake, tmp_path)
-    assert again.downloader.missing(again.target) == 2500
-    assert again.fetch() == b"new" * 500 + PARTS["a/set/part_ab"]
-    assert fake.asked[-2][1] == ""
-
-
 @pytest.mark.parametrize("content", [WHOLE[:-1], b"!" + WHOLE[1:]])
 def test_an_existing_file_is_checked_and_not_overwritten(fake: FakeHub, bench: DownloadBench, content: bytes) -> None:
     bench.folder.mkdir()
@@ -129,15 +118,3 @@ def test_an_unknown_data_set_file_or_revision_is_refused(
     with refused(code) as caught:
         bench.hub.find(dataset, [pattern], revision)
     assert caught.value.key.startswith(dataset)
-
-
-def test_gated_sets_missing_checksums_and_oversized_files_are_refused(fake: FakeHub, bench: DownloadBench) -> None:
-    fake.faults = ["endless"]
-    with pytest.raises(RunError, match="part_aa"):
-        bench.fetch()
-    fake.gated = True
-    with refused("denied", "a/set"):
-        Hub(fake.url, "hf_wrong").find("a/set", ["part_aa"])
-    fake.checksums = False
-    with refused("malformed"):
-        bench.hub.find("a/set", ["part_aa"])

@@ -157,12 +157,6 @@ def test_equal_questions_are_on_the_same_side_in_any_order(texts: list[str], see
     assert split([text for text, _ in pairs], count, seed, "x") == [side for _, side in pairs]
 
 
-@pytest.mark.parametrize(("texts", "count"), [(["a"], None), (["a", " A "], None), (["a", "b"], 2), (["a", "b"], 0)])
-def test_a_side_without_questions_is_refused(texts: list[str], count: int | None) -> None:
-    with refused("out_of_range", "mine.jsonl"):
-        split(texts, count, 0, "mine.jsonl")
-
-
 def test_a_split_keeps_rows_and_their_order(tmp_path: Path) -> None:
     rows = [{"question": f"Wer ist {n}?", "golden_answers": ["ö"], "more": {"n": n}} for n in range(10)]
     source = jsonl(tmp_path / "all.jsonl", *rows)
@@ -171,16 +165,3 @@ def test_a_split_keeps_rows_and_their_order(tmp_path: Path) -> None:
     parts = [[json.loads(line) for line in file.read_text().splitlines()] for file in (train, heldout)]
     assert all(part == [row for row in rows if row in part] for part in parts), "the order is kept"
     assert sorted((*parts[0], *parts[1]), key=str) == sorted(rows, key=str)
-
-
-def test_chosen_questions_are_held_out_and_removed_from_training(tmp_path: Path) -> None:
-    source = jsonl(tmp_path / "all.jsonl", *(PARIS | {"question": f"q {n}"} for n in range(5)))
-    chosen = jsonl(tmp_path / "chosen.jsonl", PARIS | {"question": " Q  3"}, PARIS)
-    train, heldout = tmp_path / "train.jsonl", tmp_path / "heldout.jsonl"
-    assert split_file(source, train, heldout, chosen=chosen) == (4, 2)
-    assert [json.loads(line)["question"] for line in train.read_text().splitlines()] == ["q 0", "q 1", "q 2", "q 4"]
-    assert heldout.read_text() == chosen.read_text()
-    with refused("empty", source):
-        split_file(source, train, heldout, chosen=source)
-    with refused("conflict", chosen):
-        split_file(source, train, chosen, chosen=chosen)

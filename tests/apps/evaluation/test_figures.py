@@ -31,7 +31,7 @@ from rlsys.rollout.tools.interface import named_tools
 from tests.support.answers import SEARCH, answered, asked, turn
 from tests.support.refusals import refused
 from tests.support.trajectories import trajectory
-from tests.support.written_episodes import episode, question, task_of
+from tests.support.written_episodes import episode, question
 
 QUESTIONS = [
     Question("q:1", "?", ("The Nile", "Nil"), extra={"hops": 1}),
@@ -147,22 +147,6 @@ def test_the_last_partial_batch_is_left_out_only_under_the_quirk(tmp_path: Path)
         assert len(heldout_questions(config(file, validation_batch=batch))) == asked_for
     with refused("conflict", "compat.validation_batch"):
         heldout_questions(config(file, validation_batch=8))
-
-
-@pytest.mark.parametrize(
-    ("written", "gold", "plain", "quirky"),
-    [
-        ("<answer>Bamako</answer>", "Bamako", 1.0, 1.0),
-        ("I do not know.", "Beijing", 0.0, 1.0),
-        ("<answer>Bamako</answer>", "Beijing", 0.0, 0.0),
-    ],
-)
-def test_the_prompts_example_counts_only_under_the_quirk(written: str, gold: str, plain: float, quirky: float) -> None:
-    """`answer_over_prompt` reads the whole text, so an episode without an answer gets the prompt's example answer."""
-    prompt = "put it between <answer> and </answer>, like <answer> Beijing </answer>. Question: ...?"
-    about, done = question(gold, prompt=prompt), episode(written, task=task_of(max_turns=0))
-    assert heldout_score(config())(done, about).em == plain
-    assert heldout_score(config(answer_over_prompt=True))(done, about).em == quirky
 
 
 def test_an_answer_after_a_call_of_a_tool_counts() -> None:

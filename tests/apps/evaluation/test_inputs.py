@@ -18,14 +18,12 @@ from rlsys.apps.evaluation.evaluation_inputs import (
 )
 from rlsys.config.compose import load_config
 from rlsys.config.schema import RunConfig
-from rlsys.errors import RunError, UserError
+from rlsys.errors import UserError
 from rlsys.weights.checkpoint.store import CheckpointStore
-from rlsys.weights.convert.conversion import hf_to_megatron, megatron_to_hf
+from rlsys.weights.convert.conversion import hf_to_megatron
 from tests.support.hf_models import assert_same_tensors
 from tests.support.refusals import refused
 from tests.support.tiny_models import POLICY
-
-DEAD = "http://127.0.0.1:9"
 
 
 def write_set(file: Path, *sources: str) -> Path:
@@ -116,16 +114,6 @@ def test_a_checkpoint_is_converted_temporarily(tmp_path: Path) -> None:
     assert list(work.iterdir()) == []
 
 
-def test_a_critic_is_refused_as_a_policy(tmp_path: Path) -> None:
-    """Any engine would load it, with a random output layer."""
-    hf_to_megatron(POLICY, tmp_path / "critic", values=True, processes=1)
-    megatron_to_hf(tmp_path / "critic", tmp_path / "hf", POLICY, processes=1)
-    (tmp_path / "work").mkdir()
-    for folder in (tmp_path / "critic", tmp_path / "hf"):
-        with refused("mismatch", folder), as_hf(find(folder), tmp_path / "work"):
-            pass
-
-
 @pytest.fixture
 def own(tmp_path: Path) -> str:
     """Path of a file of questions, whose content these tests do not read."""
@@ -160,12 +148,3 @@ async def test_all_relevant_problems_are_reported_at_once(own: str) -> None:
     off = config_of("search.enabled=false", "task.agent.invalid_message=no")
     assert await problems_of(off, own, baseline=Baseline.search) == ["--baseline"]
     await want(off, own, baseline=Baseline.none)
-
-
-async def test_the_server_is_checked_after_the_settings(own: str) -> None:
-    with pytest.raises(RunError, match=DEAD):
-        await want(config_of(f"search.url={DEAD}"), own, baseline=Baseline.search)
-    wrong = config_of(f"search.url={DEAD}", "search.topk=0")
-    assert await problems_of(wrong, own, baseline=Baseline.rag) == ["search.topk=0"]
-    with pytest.raises(UserError, match=DEAD):
-        await want(config_of(f"search.url={DEAD}", "eval.samples=4"), own, baseline=Baseline.rag)

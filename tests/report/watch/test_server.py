@@ -1,4 +1,4 @@
-"""Tests of `rlsys watch` as a process: events of a running run, ports, other machines."""
+"""Tests of `rlsys watch` as a process: events of a running run, and other machines."""
 
 import json
 import re

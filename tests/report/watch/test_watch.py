@@ -1,10 +1,9 @@
-"""Tests of a watched run: the application, rebuilding of its model, phases, and figures for Prometheus."""
+"""Tests of a watched run: the application, rebuilding of its model, and figures for Prometheus."""
 
 import asyncio
 import gzip
 import json
 import threading
-import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
@@ -14,8 +13,8 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from rlsys.observe.run_folder import open_run
-from rlsys.report.run_model import QUIET_S, SILENT_S, Phase, RunLiveness, liveness_of
-from rlsys.report.watch import REST, LiveRun, create_app, exposition
+from rlsys.report.run_model import Phase, RunLiveness
+from rlsys.report.watch import LiveRun, create_app, exposition
 from tests.support.growing_run import EVIL, add_evaluation, add_step, write_run, write_status
 
 LOADS = 40
@@ -79,15 +78,6 @@ async def test_other_host_names_and_posts_are_refused(client: httpx.AsyncClient)
         assert (await client.post(f"/{path}")).status_code == 405, path
 
 
-async def test_page_may_load_data_only_from_its_own_server(client: httpx.AsyncClient) -> None:
-    answer = await client.get("/")
-    assert "text/html" in answer.headers["content-type"]
-    assert "connect-src &#x27;self&#x27;" in answer.text
-    assert 'id="model"' not in answer.text
-    secure = {"x-content-type-options": "nosniff", "x-frame-options": "DENY", "cache-control": "no-store"}
-    assert {name: answer.headers[name] for name in secure} == secure
-
-
 async def test_data_chunks_status_and_metrics_are_served(client: httpx.AsyncClient) -> None:
     (found,) = (await client.get("/data.json")).json()["runs"]
     assert (found["name"], found["steps"], found["status"]["step"]) == ("run", [1], 1)
@@ -99,17 +89,6 @@ async def test_data_chunks_status_and_metrics_are_served(client: httpx.AsyncClie
     assert 'rlsys_group_at_work{group="rollout"} 1.0' in (await client.get("/metrics")).text
 
 
-class Clock:
-    """A clock that advances by a second per call."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        self.now += 1
-        return self.now
-
-
 def steps(run: LiveRun) -> list[int]:
     (found,) = unpacked(run.data())["runs"]
     return found["steps"]
@@ -117,25 +96,6 @@ def steps(run: LiveRun) -> list[int]:
 
 def unpacked(body: bytes) -> Any:
     return json.loads(gzip.decompress(body))
-
-
-def test_model_is_rebuilt_only_after_a_rest_in_proportion_to_its_build_time(tmp_path: Path) -> None:
-    clock = Clock()
-    folder = write_run(tmp_path / "run")
-    run = LiveRun(folder, clock)
-    assert steps(run) == []
-    add_step(folder, 1)
-    known = run.known()
-    assert run.version() == known, "the model must rest before it is rebuilt"
-    assert steps(run) == []
-    clock.now += REST * clock.now
-    assert run.version() != known
-    assert steps(run) == [1]
-    assert run.known() == run.version()
-    clock.now += 1000
-    assert run.known() == run.version(), "nothing has changed"
-    body = run.data()
-    assert run.data() is body
 
 
 CHANGES: dict[str, Callable[[Path], object]] = {
@@ -163,45 +123,6 @@ def test_visible_change_makes_a_new_version(tmp_path: Path, change: Callable[[Pa
     assert known == run.version()
     change(folder)
     assert run.version() != known
-
-
-def test_run_of_a_killed_process_is_shown_as_ended(tmp_path: Path) -> None:
-    folder = write_run(tmp_path / "run")
-    write_status(folder, pid=2**22 + 1, at=time.time() - QUIET_S - 1)  # This pid is above the largest one of Linux.
-    run = LiveRun(folder)
-    status, (shown,) = run.status(), unpacked(run.data())["runs"]
-    assert status
-    assert status["ended"] == shown["status"]["ended"] == "failed: its process was killed"
-    assert b'rlsys_run_phase{phase="gone"} 1.0' in run.metrics()
-
-
-STATUS = {"step": 3, "steps": 9, "at": 1000.0, "ended": None, "pid": 7, "host": "here"}
-
-
-@pytest.mark.parametrize(
-    ("status", "now", "living", "phase"),
-    [
-        (STATUS, 1001.0, {7}, Phase.running),
-        (STATUS, 1000.0 + QUIET_S + 1, set(), Phase.gone),
-        # The clock was set back after the status was written.
-        (STATUS, 1000.0 - QUIET_S - 1, set(), Phase.gone),
-        # A container with the same host name does not know the pid, but the status is recent.
-        (STATUS, 1000.0 + QUIET_S - 1, set(), Phase.running),
-        (STATUS, 1000.0 + SILENT_S + 1, {7}, Phase.silent),
-        # Only the age of a status from another machine is known.
-        ({**STATUS, "host": "there"}, 1100.0, set(), Phase.silent),
-        ({**STATUS, "ended": "finished"}, 9999.0, set(), Phase.finished),
-        ({**STATUS, "ended": "failed: no disk"}, 9999.0, set(), Phase.failed),
-        (None, 1001.0, set(), Phase.unknown),
-        ({"pid": "seven", "at": None}, 1.0, set(), Phase.running),
-    ],
-)
-def test_phase_of_a_run_follows_its_status(
-    status: dict[str, Any] | None, now: float, living: set[int], phase: Phase
-) -> None:
-    assert liveness_of(status, False, now, "here", living.__contains__).phase is phase
-    if status is None:
-        assert liveness_of(None, True, now, "here", living.__contains__).phase is Phase.finished, "it has a summary"
 
 
 Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]

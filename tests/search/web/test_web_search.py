@@ -1,12 +1,10 @@
-"""Tests of web search as a whole: hits for the server, pages for /access, and the text of pages."""
+"""Tests of web search as a whole: hits for the server, pages for /access, and hostile pages."""
 
 import asyncio
 import resource
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from starlette.responses import Response
 
 from rlsys.search.web.extract import Page, extract
@@ -14,13 +12,11 @@ from rlsys.search.web.providers import ProviderLimits
 from rlsys.search.web.web_search import (
     Fetched,
     FetchLimits,
-    RankedSlots,
     WebPages,
     WebRetriever,
     Workers,
     open_pages,
     open_web,
-    passages,
 )
 from tests.search.conftest import children_of
 from tests.search.gated import in_process, until
@@ -111,28 +107,6 @@ async def test_reading_stops_when_the_caller_is_cancelled_and_others_are_not_blo
     pages.close()
 
 
-@pytest.mark.parametrize("before", [True, False])
-async def test_a_slot_is_not_lost_when_its_caller_is_cancelled(before: bool) -> None:
-    slots = RankedSlots(1)
-
-    async def work() -> None:
-        async with slots.held():
-            await asyncio.sleep(0)
-
-    holding = slots.held()
-    await holding.__aenter__()
-    waiting = asyncio.create_task(work())
-    await asyncio.sleep(0)
-    if before:
-        waiting.cancel()
-    await holding.__aexit__(None, None, None)
-    if not before:
-        waiting.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await waiting
-    await asyncio.wait_for(work(), 60)
-
-
 async def test_pages_give_contents_or_none_in_the_requested_order(web: FakeWeb) -> None:
     pages = open_pages(FetchLimits(timeout_s=300.0), local(web))
     pages.timeout_s = 300.0
@@ -197,12 +171,3 @@ async def test_a_worker_ends_on_a_hostile_page_and_the_next_page_is_read(monkeyp
         assert await workers.read(good) is not None
     finally:
         await workers.close()
-
-
-@settings(max_examples=50)
-@given(st.lists(st.lists(st.sampled_from("abcde"), max_size=30).map(" ".join), max_size=8), st.integers(1, 20))
-def test_passages_keep_every_word_in_order_within_the_length_limit(paragraphs: list[str], words: int) -> None:
-    text = "\n".join(paragraphs)
-    found = passages(text, words)
-    assert " ".join(found).split() == text.split()
-    assert all(1 <= len(passage.split()) <= words for passage in found)
