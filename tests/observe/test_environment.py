@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from rlsys.config.schema import (
     Attention,
@@ -68,36 +67,6 @@ def test_each_start_of_a_run_is_recorded_in_order(tmp_path: Path) -> None:
     first, second = read_launches(tmp_path)
     assert (first.after_step, second.after_step) == (0, 7)
     assert (second.environment, second.command) == (environment(), sys.argv)
-
-
-CARDS = """\
-NVIDIA H100 80GB HBM3, 580.82.07
-NVIDIA A100-SXM4-40GB, 580.82.07
-NVIDIA H100 80GB HBM3, 580.82.07
-"""
-
-
-def driver(folder: Path, script: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make an nvidia-smi that runs `script` the only program on the PATH."""
-    folder.mkdir()
-    (folder / "nvidia-smi").write_text(f"#!/bin/sh\n{script}\n")
-    (folder / "nvidia-smi").chmod(0o755)
-    monkeypatch.setenv("PATH", str(folder))
-
-
-def test_gpus_are_listed_without_initialising_cuda(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.version, "cuda", "12.8")
-    monkeypatch.setattr(torch.cuda, "_lazy_init", None)  # Any call would raise.
-    asked = tmp_path / "asked"
-    script = f'echo "$@" >> {asked}\nwhile read row; do echo "$row"; done <<END\n{CARDS}END'
-    driver(tmp_path / "bin", script, monkeypatch)
-    found = environment()
-    assert found["gpus"] == "2 x NVIDIA H100 80GB HBM3, 1 x NVIDIA A100-SXM4-40GB"
-    assert (found["gpu driver"], found["cuda of torch"]) == ("580.82.07", "12.8")
-    assert environment() == found
-    assert asked.read_text() == "--query-gpu=name,driver_version --format=csv,noheader\n", (
-        "the driver must be asked once"
-    )
 
 
 LAPTOP = Capabilities(torch="2.13.0+cpu")

@@ -8,7 +8,6 @@ import socket
 import unicodedata
 from dataclasses import replace
 from pathlib import Path
-from queue import Queue
 
 import numpy as np
 import pytest
@@ -128,21 +127,3 @@ def test_end_of_a_run_is_written_on_a_full_disk(
     assert (read_status(tmp_path) or {})["ended"] == "failed: full"
     (record,) = caplog.records
     assert str(tmp_path / "status.json") in record.getMessage(), "the warning must come once"
-
-
-def test_last_change_reaches_the_status_file_while_the_run_hangs(tmp_path: Path) -> None:
-    """The last state must be written even if `update` is not called again."""
-    writes = Queue[Status]()
-
-    class File(StatusFile):
-        def write(self, status: Status) -> None:
-            super().write(status)
-            writes.put(status)
-
-    with Progress(Console(quiet=True), status=File(tmp_path / "status.json")) as progress:
-        progress.update(states={"rollout": "generates 2 groups"})
-        while not writes.get(timeout=300).states:
-            pass
-        status = read_status(tmp_path) or {}
-    assert status["states"]["rollout"]["text"] == "generates 2 groups"
-    assert status["ended"] is None

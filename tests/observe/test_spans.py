@@ -1,9 +1,6 @@
 """Tests of spans and of figures derived from them, by hand or by brute force."""
 
-import json
-from collections import defaultdict
-from itertools import count, pairwise, permutations
-from pathlib import Path
+from itertools import count, pairwise
 
 import pytest
 from hypothesis import example, given, settings
@@ -18,7 +15,6 @@ from rlsys.observe.spans import (
     episode_spans,
     merge_intervals,
     without_intervals,
-    write_chrome_trace,
 )
 from tests.support.trajectories import trajectory
 
@@ -64,28 +60,6 @@ def test_tracer_records_nesting_errors_and_late_args_and_hands_out_once() -> Non
         Span("train.step", 100, 140, "actor", "main", {"step": 7, "tokens": 12}),
     ]
     assert tracer.drain() == []
-
-
-def test_chrome_trace_has_named_rows_without_partial_overlap(tmp_path: Path) -> None:
-    nested = [span("train.step", 2, 20, "actor"), span("train.apply", 19, 20, "actor")]
-    crossing = [span("rollout.group", i, i + 5, "rollout", lane="engine 0") for i in range(8)]
-    write_chrome_trace(tmp_path / "trace.json", nested + crossing)
-    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
-    names = {(e["name"], e["pid"], e["tid"]): e["args"]["name"] for e in events if e["ph"] == "M"}
-    rows = defaultdict(list)
-    for event in (e for e in events if e["ph"] == "X"):
-        pid, tid = event["pid"], event["tid"]
-        named = (names["process_name", pid, 0], names["thread_name", pid, tid])
-        assert named == (("actor", "main") if "train" in event["name"] else ("rollout", "engine 0"))
-        rows[pid, tid].append(event)
-    # Five groups overlap in time; a nested span is in the row of its group.
-    assert sorted(map(len, rows.values())) == [1, 1, 2, 2, 2, 2]
-    for row in rows.values():
-        for first, second in permutations(row, 2):
-            if first["ts"] < second["ts"] < first["ts"] + first["dur"]:
-                assert second["ts"] + second["dur"] <= first["ts"] + first["dur"]
-    apply = next(e for e in events if e["name"] == "train.apply")
-    assert (apply["ts"], apply["dur"], apply["args"]) == (19e6, 1e6, {"step": 1})
 
 
 def call(group: str, end_ns: int, tokens: int, room: int, budget: int) -> Span:

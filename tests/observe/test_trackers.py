@@ -124,16 +124,3 @@ def test_failing_tracker_is_dropped_with_one_warning(
     assert (failing.calls, fine.calls) == (calls, [*["log"] * 4, "close"])
     assert [row["step"] for row in read_metrics(tmp_path / "metrics.jsonl")] == [1, 2]
     assert trackers.ids["wandb"] == "known there", "a resumed run must continue its curves"
-
-
-@pytest.mark.slow
-def test_real_offline_wandb_run_is_replaced_on_resume(tmp_path: Path) -> None:
-    logged, ids = [LoggedRow(1, {"loss": 1.0}, 1e9)], {}
-    for resumed in (None, ResumePoint(1, ids, 0, logged)):
-        tracker = WandbTracker(tmp_path, "run", TrackingConfig(), {}, resumed)
-        tracker.log(2, {"loss": 2.0})
-        tracker.close()
-        assert ids.setdefault("wandb", tracker.id) == tracker.id
-    (part,) = (tmp_path / "wandb").glob("offline-run-*")
-    assert part.name.endswith(ids["wandb"])
-    assert list(part.glob("*.wandb"))

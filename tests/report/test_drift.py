@@ -99,25 +99,6 @@ def test_every_trained_token_gets_the_cause_of_its_prefix_and_version(
         assert sum(row.histogram) == row.differences.count <= row.tokens
 
 
-def test_retokenised_turn_is_compared_by_its_sum() -> None:
-    drawn = [*by_letter("Paris"), *CODEC.encode(" capital")]
-    one = played("x\n", [(drawn, "\n"), (CODEC.encode("x"), "\n")])
-    report = drift_report([one], SAMPLING)
-    places = np.flatnonzero(one.turn_of_token == 0)
-    recomputed = sum(trained_logprob(one.token_ids[: at + 1].tolist()) for at in places)
-    inputs = CODEC.encode("x\n")
-    engine = sum(drawn_logprob([*inputs, *drawn[: at + 1]]) for at in range(len(drawn)))
-    assert report.turns_changed.count == report.turns_same.count == 1
-    assert report.turns_changed.mean == pytest.approx(recomputed - engine, abs=1e-5)
-    # The tokens of " capital" are trained as drawn, but "Paris" before them was drawn letter by letter.
-    changed, recut = row_of(report, Cause.CHANGED_PREFIX), row_of(report, Cause.RETOKENISED)
-    assert changed.tokens == changed.differences.count > 0
-    assert (recut.tokens, recut.differences.count) == (len(places) - changed.tokens, 0)
-    lost = drift_report([played("x", [(CODEC.encode("<search>"), "> x"), (CODEC.encode("Paris"), "\n")])], SAMPLING)
-    # The tokenizer makes one token of >>, which joins the turn and the observation after it.
-    assert (lost.turns_changed.count, lost.turns_same.count, lost.turns_apart) == (0, 1, 1)
-
-
 def test_version_lag_is_separated_from_numerics() -> None:
     report = drift_report([with_differences({1: 0.5, 2: -0.25, POLICY: 0.125})], SAMPLING)
     assert {lag: spread.mean for lag, spread in report.by_lag.items()} == {0: 0.125, 1: -0.25, 2: 0.5}

@@ -16,9 +16,9 @@ import psutil
 import pytest
 import requests
 
-from rlsys.errors import Code, RunError
+from rlsys.errors import RunError
 from rlsys.search.address import TOKEN_VARIABLE
-from rlsys.search.server.command import read_token, serve_index
+from rlsys.search.server.command import read_token
 from rlsys.search.server_process import SearchServer
 from tests.support.ports import free_port
 from tests.support.refusals import refused
@@ -145,24 +145,6 @@ def test_a_hanging_search_is_ended_with_the_server() -> None:
 
 
 # ---- the command
-
-
-@pytest.mark.parametrize(
-    ("flags", "code", "key"),
-    [
-        (["FILE"], "missing", "--corpus"),
-        (["FILE", "--corpus", "passages.jsonl"], "missing", "--encoder"),
-        (["FOLDER", "--corpus", "passages.jsonl"], "conflict", "--corpus"),
-        (["FOLDER", "--topk", "0"], "out_of_range", "topk"),
-        (["FOLDER", "--threads", "0"], "out_of_range", "--threads"),
-        (["FOLDER", "--request-timeout-s=nan"], "out_of_range", "request_timeout_s"),
-    ],
-)
-def test_wrong_flags_are_refused(flags: list[str], code: Code, key: str, tmp_path: Path) -> None:
-    (tmp_path / "index.faiss").touch()
-    paths = {"FILE": str(tmp_path / "index.faiss"), "FOLDER": str(tmp_path)}
-    with refused(code, key):
-        serve_index([*(paths.get(flag, flag) for flag in flags), "--port", "0"])
 
 
 def test_a_token_comes_from_a_file_or_the_environment(tmp_path: Path) -> None:

@@ -10,7 +10,6 @@ import pytest
 from rlsys.search.client import SearchClient
 from rlsys.search.retrieval import Failure
 from rlsys.search.wire import BodyError, Encoding, Fault, ReplicaVerdict, Reply, passages_of, read_body
-from tests.support.hostile import answer_of_child, hostile_server
 from tests.support.serving import serving
 
 from .scripted import FixedApp
@@ -127,32 +126,3 @@ async def test_searches_and_probes_send_the_token_and_refuse_compression() -> No
         ("/health", "Bearer a b&c", "identity"),
         ("/retrieve", None, "identity"),
     ]
-
-
-SEARCHES = """
-import sys
-from rlsys.search.client import SearchClient
-
-async def main():
-    seen, before = {}, peak_mib()
-    for kind in sys.argv[2:]:
-        timeout_s = 0.5 if kind == "drip" else 60.0
-        async with SearchClient(f"{sys.argv[1]}/{kind}", retries=0, timeout_s=timeout_s) as client:
-            result = await client.search("Mali")
-            seen[kind] = [result.failure, len(result.error), result.error.count("\\n"), client.counts.requests]
-    print(json.dumps([seen, peak_mib() - before]))
-
-asyncio.run(main())
-"""
-
-
-def test_a_hostile_answer_fails_one_search_and_takes_little_memory() -> None:
-    kinds = dict.fromkeys(("bomb", "body", "failure", "deep"), Failure.broken)
-    kinds |= dict.fromkeys(("line", "drip"), Failure.unavailable)
-    with hostile_server() as hostile:
-        seen, grown_mib = answer_of_child(SEARCHES, hostile.url, *kinds)
-    assert {kind: failure for kind, (failure, *_) in seen.items()} == kinds
-    for _, chars, lines, requests in seen.values():
-        assert 0 < chars < 500
-        assert (lines, requests) == (0, 1)
-    assert grown_mib < 100

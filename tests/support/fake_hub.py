@@ -26,11 +26,9 @@ class FakeHub:
     """"owner/dataset/path" -> content."""
     small: set[str] = field(default_factory=set)
     """Files stored in git itself; their checksum is the SHA-1 of the git blob."""
-    gated: bool = False
-    checksums: bool = True
     faults: list[Any] = field(default_factory=list)
     """Faults: None (no fault), an int n (the connection drops after n bytes), "corrupt", "no ranges", "no ranges n",
-    "shifted", "endless", or a status code such as "503"."""
+    "shifted", or a status code such as "503"."""
     asked: list[tuple[str, str]] = field(default_factory=list)
     """(path, Range header) of each request for contents."""
     authorised: list[bool] = field(default_factory=list)
@@ -87,9 +85,7 @@ class _Handler(BaseHTTPRequestHandler):
         self._answer(200, json.dumps(entries).encode(), {"Content-Type": "application/json"})
 
     def _resolve(self, key: str, revision: str) -> None:
-        if self.hub.gated and self.headers.get("Authorization") != f"Bearer {TOKEN}":
-            self._answer(401, headers={"X-Error-Code": "GatedRepo", "X-Error-Message": "gated"})
-        elif not any(name.rsplit("/", 1)[0] == key.rsplit("/", 1)[0] for name in self.hub.files):
+        if not any(name.rsplit("/", 1)[0] == key.rsplit("/", 1)[0] for name in self.hub.files):
             self._answer(404, headers={"X-Error-Code": "RepoNotFound"})
         elif revision not in ("main", COMMIT):
             self._answer(404, headers={"X-Error-Code": "RevisionNotFound"})
@@ -100,9 +96,8 @@ class _Handler(BaseHTTPRequestHandler):
                 "X-Repo-Commit": COMMIT,
                 "X-Linked-Size": str(len(self.hub.files[key])),
                 "Location": f"{self.hub.url.replace('127.0.0.1', 'localhost')}/storage/{key}",
+                "X-Linked-Etag": f'"{self.hub.checksum(key)}"',
             }
-            if self.hub.checksums:
-                headers["X-Linked-Etag"] = f'"{self.hub.checksum(key)}"'
             if self.command == "GET":
                 self.hub.authorised.append(self.headers.get("Authorization") == f"Bearer {TOKEN}")
             self._answer(302, headers=headers)
@@ -130,9 +125,6 @@ class _Handler(BaseHTTPRequestHandler):
         if asked:
             start = first + 1 if fault == "shifted" else first
             headers["Content-Range"] = f"bytes {start}-{len(whole) - 1}/{len(whole)}"
-        if fault == "endless":
-            body += b"more"
-            headers["Content-Length"] = str(len(body))
         self.send_response(206 if asked else 200)
         for name, value in headers.items():
             self.send_header(name, value)

@@ -15,7 +15,7 @@ from pyarrow import parquet
 from typer.testing import CliRunner
 
 from rlsys.apps.cli.data import app
-from rlsys.apps.data.prepare import merge, prepare_file, split, split_file
+from rlsys.apps.data.prepare import prepare_file, split, split_file
 from rlsys.data.question import read_questions
 from rlsys.errors import UserError
 from tests.support.refusals import refused
@@ -73,21 +73,6 @@ def test_own_files_of_every_format_give_the_same_questions(kind: str, tmp_path: 
     assert [(one.text, *one.answers, one.data_source) for one in read_questions(made.path)] == [
         ("Größte Stadt, von allen?", "Tokio", "mine"), ("Who?", 'a "b"', "mine"),
     ]  # fmt: skip
-
-
-def test_merged_files_hold_every_row_once_with_a_new_index(tmp_path: Path) -> None:
-    one = prepare_file(jsonl(tmp_path / "a.jsonl", HAMLET, PARIS), "nq", "train", tmp_path / "nq.jsonl")
-    two = prepare_file(jsonl(tmp_path / "b.jsonl", PARIS), "hotpotqa", "train", tmp_path / "hotpotqa.jsonl")
-    for seed in (None, 3):
-        merged = merge([one.path, two.path], tmp_path / "merged.jsonl", seed)
-        rows = [json.loads(line) for line in merged.path.read_text().splitlines()]
-        assert [row["extra_info"]["index"] for row in rows] == [0, 1, 2]
-        sources = [(row["data_source"], row["question"]) for row in rows]
-        expected = [("nq", "who wrote Hamlet"), ("nq", PARIS["question"]), ("hotpotqa", PARIS["question"])]
-        assert sorted(sources) == sorted(expected)
-        assert (sources == expected) is (seed is None)
-    with refused("conflict", one.path):
-        merge([one.path], one.path, None)
 
 
 def prepare(*arguments: object) -> Any:

@@ -25,7 +25,7 @@ from rlsys.config.schema import (
     TagsConfig,
     TaskConfig,
 )
-from rlsys.data.question import Question, search_prompt
+from rlsys.data.question import Question
 from rlsys.errors import RunError, UserError, root_cause
 from rlsys.rollout.agent.tokens import Codec
 from rlsys.rollout.tools.interface import named_tools
@@ -39,16 +39,6 @@ from tests.support.tiny_models import POLICY
 QUESTION = Question("q:1", "a row's own prompt", ("x",), text="  who wrote {this} <b>  ")
 TEXTS = ["Singa has which time zone?", "Which continent is Juja on?", "What is the capital of Mali?"]
 QUESTIONS = [Question(f"q:{n}", f"Question: {text}\n", ("Africa",), "tiny", text=text) for n, text in enumerate(TEXTS)]
-
-
-def test_the_search_loop_is_asked_with_own_prompts_or_those_of_search_r1() -> None:
-    config = RunConfig()
-    assert prompted(Baseline.none, QUESTION, TagsConfig()) is QUESTION
-    assert limits_of(Baseline.none, config) is config
-    assert prompted(Baseline.search, QUESTION, TagsConfig()).prompt == search_prompt(QUESTION.text)
-    limited = limits_of(Baseline.search, config)
-    assert limited.task.max_turns == config.task.max_turns
-    assert limited.rollout.sampling.stop == config.rollout.sampling.stop
 
 
 @pytest.mark.parametrize("baseline", [Baseline.direct, Baseline.cot, Baseline.rag])
