@@ -160,6 +160,7 @@ def layer_spec_of(family: str) -> OwnComponent | None:
     return own_component(settings)
 
 
+@cache
 def rules_of(architecture: Architecture, values: bool = False) -> tuple[Rule, ...]:
     """Return the rules of a model in order: for tensors before the layers, in each layer, and after the layers.
 

@@ -26,6 +26,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from itertools import accumulate
 from math import prod
 from typing import NamedTuple
@@ -113,6 +114,7 @@ def group_memory(
     return max(map(stage_memory, ranks), key=lambda memory: memory.total)
 
 
+@cache
 def count_parameters(model: Architecture) -> int:
     """Count a model's parameters; tied tensors count once."""
     return sum(

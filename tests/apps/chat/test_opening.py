@@ -41,6 +41,7 @@ def test_wrong_arguments_are_refused(
         raise outcome.exception or AssertionError(outcome.output)
 
 
+@pytest.mark.slow
 def test_piped_questions_are_answered_as_json_events(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
