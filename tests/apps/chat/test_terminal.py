@@ -25,16 +25,6 @@ async def these(*questions: str) -> AsyncIterator[str]:
         yield question
 
 
-async def test_a_pipe_gets_the_response_unchanged() -> None:
-    screen = TextScreen(Console(file=(out := io.StringIO()), color_system=None, width=20), echo=True)
-    assert await session(conversation(Script(codec(), (SEARCHES, ANSWERS)), FakeSearch()), these("Who?"), screen) == 0
-    text = out.getvalue()
-    passage = 'Doc 1(Title: "Paris") Paris is the capital of <b>France</b>.'
-    response = f"{SEARCHES}\n\n<information>{passage}</information>\n\n{ANSWERS}"
-    assert text.startswith(f"> Who?\n{response}\nanswer: Paris\n(1 search, ")
-    assert "\x1b" not in text
-
-
 def test_control_characters_are_escaped() -> None:
     out = io.StringIO()
     screen = TextScreen(Console(file=out, color_system=None, width=20), echo=True)

@@ -12,14 +12,13 @@ from rlsys.search.web.providers import ProviderLimits
 from rlsys.search.web.web_search import (
     Fetched,
     FetchLimits,
-    WebPages,
     WebRetriever,
     Workers,
     open_pages,
     open_web,
 )
 from tests.search.conftest import children_of
-from tests.search.gated import in_process, until
+from tests.search.gated import in_process
 from tests.search.web.conftest import local
 from tests.search.web.fake_web import ENVIRON, HTML, FakeWeb, redirect_to
 
@@ -72,39 +71,6 @@ async def test_an_outage_gives_503_and_answers_already_received_are_kept(web: Fa
         answered = await client.post("/retrieve", json=asked)
         assert [len(line) for line in answered.json()["result"]] == [3, 3, 3]
         assert len(web.asked) == 4
-
-
-class Reader:
-    """Reader that reads pages whose URL starts with `fast` at once, and never finishes any other page."""
-
-    def __init__(self) -> None:
-        self.reading: list[str] = []
-
-    async def read(self, url: str, rank: int = 0) -> Page:
-        del rank
-        self.reading.append(url)
-        try:
-            if not url.startswith("fast"):
-                await asyncio.Event().wait()
-            return Page("", url)
-        finally:
-            self.reading.remove(url)
-
-    async def close(self) -> None:
-        """Do nothing, as there is nothing to release."""
-
-
-async def test_reading_stops_when_the_caller_is_cancelled_and_others_are_not_blocked() -> None:
-    reader: Any = Reader()
-    pages = WebPages(reader, timeout_s=300.0)
-    asking = asyncio.create_task(pages.fetch([f"slow {row}" for row in range(50)]))
-    await until(lambda: len(reader.reading) == 8)
-    assert await pages.fetch(["fast"]) == [{"url": "fast", "contents": '""\nfast'}]
-    asking.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await asking
-    await until(lambda: reader.reading == [])
-    pages.close()
 
 
 async def test_pages_give_contents_or_none_in_the_requested_order(web: FakeWeb) -> None:
