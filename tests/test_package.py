@@ -38,10 +38,6 @@ for never in ("rlsys.tools.nothing", "rlsys.nothing"):
         assert error.name == never, error.name
     else:
         raise AssertionError(never)
-import rlsys.api.trainer
-from rlsys.api import SearchR1Trainer as old
-from rlsys import SearchR1Trainer as new
-assert old is new
 """
 
 

@@ -62,7 +62,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> FinishedRun:
 def test_the_policy_learns_to_search(run: FinishedRun) -> None:
     summary = run.summary
     assert summary["steps"] == STEPS
-    assert summary["em_after"] > summary["em_before"] + 0.1
+    assert summary["em_after"] > summary["em_before"] + 0.2
     assert summary["em_after_by_hop"]["2"] > summary["em_before_by_hop"]["2"]
     assert summary["searches_after"] > summary["searches_before"]
 

@@ -23,6 +23,7 @@ def newest() -> psutil.Process:
     return max(encoder_workers(), key=lambda child: (child.create_time(), child.pid))
 
 
+@pytest.mark.slow
 def test_a_worker_survives_sigint_and_is_replaced_when_it_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
     here = Encoder.load("minilm", query_prefix="ask: ")
     queries = [f"population of {name}" for name in ("Mali", "Chad and Togo", "Peru")]

@@ -5,12 +5,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 
 from rlsys.apps.api import BM25Retriever, DenseRetriever, HttpRetriever
 from rlsys.errors import Code
-from rlsys.search.server_process import SearchServer
+from rlsys.search.server.command import open_retriever
 from tests.support.refusals import refused
 
 DOCUMENTS: list[str | dict[str, Any]] = [
@@ -23,12 +22,11 @@ def test_documents_are_indexed_and_found(tmp_path: Path) -> None:
     bm25 = BM25Retriever.from_documents(DOCUMENTS, tmp_path / "index", top_k=1)
     with bm25.serving(tmp_path) as settings:
         assert (settings["search.index"], settings["search.topk"]) == (str(bm25.index_path), 1)
-    with SearchServer(bm25.index_path, tmp_path / "log", topk=1, threads=1) as server:
-        server.wait_healthy(600)
-        body = {"queries": ["capital of Kenya", "Bamako"], "topk": 1}
-        (kenya,), (mali,) = httpx.post(f"{server.url}/retrieve", json=body, timeout=600).json()["result"]
-    assert kenya["id"] == "ke"
-    assert "Bamako" in mali["contents"]
+    retriever = open_retriever(bm25.index_path)
+    (kenya,), (mali,) = retriever.find(retriever.prepare(["capital of Kenya", "Bamako"]), 1)
+    assert kenya.document["id"] == "ke"
+    assert "Bamako" in mali.document["contents"]
+    retriever.close()
 
 
 def test_documents_are_chunked_and_an_existing_index_is_reused(tmp_path: Path) -> None:

@@ -129,6 +129,7 @@ def evaluate(call: Call, tmp_path: Path) -> Call:
     return run
 
 
+@pytest.mark.slow
 def test_an_evaluation_prints_its_table_and_writes_its_files(evaluate: Call, tmp_path: Path) -> None:
     for name in ("own.jsonl", "other.jsonl"):
         (tmp_path / name).write_text('{"question": "Who?", "golden_answers": ["I"]}\n' * 3)
