@@ -74,6 +74,8 @@ class Outcome:
 
     `r`: a group's episodes have ended, `s`: groups are scored, `t`: groups are trained, `u`: the weights are updated.
     """
+    faults: SimpleNamespace = field(default_factory=SimpleNamespace)
+    """Takes the step under which `RunLogger` would record faults; these runs have none."""
 
     def happened(self, event: str) -> None:
         self.events[-1] += event
