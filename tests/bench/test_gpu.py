@@ -9,27 +9,20 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures.process import BrokenProcessPool
-from dataclasses import replace
 from math import inf, nan
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import psutil
 import pytest
 import torch
 from typer.testing import CliRunner
 
 import bench.gpu.__main__ as gpu
-from bench.gpu import agreement, colocated, engine, hashing, logprobs, parity, step
-from bench.gpu.figures import FULL, SMALL, Figure, NotHereError, Outcome, Setting, at_most, compared, holds
-from bench.gpu.part import MODEL_LIMIT_S, PARTS, Part, in_new_process, read, run
+from bench.gpu import colocated
+from bench.gpu.figures import SMALL, Figure, Outcome, Setting, at_most, compared, holds
+from bench.gpu.part import MODEL_LIMIT_S, PARTS, Part, read, run
 from rlsys.apps.cli.main import app
-from rlsys.config.schema import Device, Dtype, Layers
-from rlsys.rollout.agent.recorder import Generation
-from rlsys.weights.weight_map import read_architecture
+from rlsys.config.schema import Device
 from scripts.memory_tables import gpu_experiments
 from tests.support.paths import PROJECT
 
@@ -93,23 +86,6 @@ def test_a_part_that_fails_or_hangs_ends_no_other_and_loses_no_figure(
     assert "needs a horse" in capsys.readouterr().out
 
 
-def test_parts_that_were_not_chosen_keep_their_results_unless_the_version_changed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    names = ("measures", "misses", "lacks")
-    monkeypatch.setattr(gpu, "PARTS", {name: Part("", 100, needs_model=False) for name in names})
-    monkeypatch.setattr(gpu, "part_command", lambda name, *_: script(name, Path(_[-1]), tmp_path))
-    assert gpu.measure(["misses"], Device.cpu, small=True) == 1
-    before = report(tmp_path)["parts"]["misses"]
-    assert gpu.measure(["measures"], Device.cpu, small=True) == 0
-    assert list(report(tmp_path)["parts"]) == ["measures", "misses"]
-    assert report(tmp_path)["parts"]["misses"] == before
-    monkeypatch.setattr(gpu, "commit_of", lambda _: ("another", False))
-    assert gpu.measure(["lacks"], Device.cpu, small=True) == 2
-    assert list(report(tmp_path)["parts"]) == ["lacks"]
-
-
 def script(name: str, output: Path, folder: Path) -> list[str]:
     """Arguments of a Python that stands in for a part."""
     begin = (
@@ -123,38 +99,6 @@ def script(name: str, output: Path, folder: Path) -> list[str]:
 
 def report(folder: Path) -> dict[str, dict[str, dict[str, str]]]:
     return json.loads((folder / "outputs/bench/gpu-small.json").read_text())
-
-
-def test_figures_before_an_error_are_kept_with_its_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    setting, output = Setting("hash", SMALL, Device.cpu, tmp_path), tmp_path / "out"
-    for error, end in (
-        (RuntimeError("a\nb"), {"failed": "RuntimeError: a b"}),
-        (NotHereError("needs c"), {"skipped": "needs c"}),
-    ):
-
-        def measure(_: Setting, error: Exception = error) -> Iterator[Figure]:
-            yield _FIGURE
-            raise error
-
-        monkeypatch.setattr(hashing, "measure", measure)
-        if isinstance(error, NotHereError):
-            run(setting, output)
-        else:
-            with pytest.raises(RuntimeError):
-                run(setting, output)
-        assert read(output) == ([_FIGURE], end)
-    output.write_text(output.read_text() + '{"fig')
-    assert read(output) == ([_FIGURE], end), "a partial line is left out"
-    assert read(tmp_path / "none") == ([], {})
-
-
-def test_a_new_process_has_the_environment_and_passes_on_its_errors() -> None:
-    assert in_new_process(os.getenv, "RLSYS_BENCH", environment={"RLSYS_BENCH": "1"}) == "1"
-    assert "RLSYS_BENCH" not in os.environ
-    with pytest.raises(ValueError, match="invalid literal"):
-        in_new_process(int, "x")
-    with pytest.raises(BrokenProcessPool):
-        in_new_process(os._exit, 3)
 
 
 def test_a_check_that_is_not_a_number_is_not_met() -> None:
@@ -186,120 +130,10 @@ def test_parts_without_megatron_meet_their_checks(name: str, tmp_path: Path) -> 
     )
 
 
-def test_rounding_passes_as_a_gradient_and_an_error_of_one_element_does_not() -> None:
-    exact = torch.randn(600, 50, generator=torch.Generator().manual_seed(0)) * 1e-5
-    exact[:, 0] = 1.0
-    assert logprobs.gradient_difference(exact.bfloat16(), (exact * (1 + 1e-6)).bfloat16()) < logprobs.GRADIENT_LIMIT
-    wrong = exact.clone()
-    wrong[599, 7] += 0.1 * exact.abs().mean()
-    assert logprobs.gradient_difference(wrong.bfloat16(), exact.bfloat16()) > logprobs.GRADIENT_LIMIT
-
-
-def test_layers_are_compared_in_float32_and_by_their_rounding_error_in_bfloat16() -> None:
-    """The own layers in bfloat16 are off by 0.01; twice that is the limit."""
-    exact = np.zeros(4, dtype=np.float32)
-    own, last = exact + 0.01, exact + np.array([0, 0, 0, 2e-3])
-    packed, alone = (parity.Way(Layers.te, Dtype.float32, packed) for packed in (True, False))
-    found = list(parity.differences({packed: exact + 1e-4, alone: last}, exact, exact))
-    assert [figure.met for figure in found] == [True, False]
-    assert list(parity.differences({packed: exact}, exact, exact)) == []
-    packed, alone = (way._replace(dtype=Dtype.bfloat16) for way in (packed, alone))
-    found = list(parity.differences({packed: exact - 0.019, alone: exact + 0.021}, exact, own))
-    assert [figure.met for figure in found] == [None, True, None, False]
-    assert [figure.value for figure in found] == pytest.approx([0.019, 1.9, 0.021, 2.1], rel=1e-5)
-
-
-def test_engine_and_trainer_agree_in_float32_or_within_twice_the_rounding_error() -> None:
-    exact = np.array([-1.0, -2.0], dtype=np.float32)
-    in_float32 = {figure.name: figure for figure in agreement.differences(exact + 1e-4, exact, exact)}
-    assert in_float32["largest difference"].met is True
-    assert [one.met for one in agreement.differences(exact + 2e-3, exact, exact) if one.required] == [False]
-    trainer = exact + np.array([0.01, -0.01], dtype=np.float32)
-    for apart, met in ((0.019, True), (0.021, False)):
-        figures = {one.name: one for one in agreement.differences(exact + np.float32(apart), trainer, exact)}
-        assert [one.met for one in figures.values() if one.required] == [met]
-        assert figures["mean difference"].value == pytest.approx(apart, rel=1e-4)
-    ratio = figures["mean ratio of probabilities"].value
-    assert ratio == pytest.approx((np.exp(0.01 - 0.021) + np.exp(-0.01 - 0.021)) / 2, rel=1e-4)
-
-
-def test_float32_on_a_gpu_is_never_tf32(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Transformer Engine's products of float32 matrices are in TF32 unless the process's environment forbids it."""
-    checked: list[str] = []
-
-    def stand_in(call: Callable[..., Any], *arguments: Any, environment: Mapping[str, str] | None = None) -> Any:
-        if Dtype.float32 in arguments or (call is parity.one_step and Device.gpu in arguments):
-            assert environment == {"NVIDIA_TF32_OVERRIDE": "0"}
-            checked.append(call.__name__)
-        if call is agreement.sample:
-            return [generation([1], [0])]
-        if call is parity.one_step:
-            return {"loss": 1.0}
-        return [np.full(1, float(Dtype.float32 in arguments), dtype=np.float32)] * (1 + (call is parity.log_probs))
-
-    for module in (parity, agreement):
-        monkeypatch.setattr(module, "in_new_process", stand_in)
-    monkeypatch.setattr(parity, "version_of", lambda _: "1")
-    for part in (parity, agreement):
-        assert list(part.measure(Setting("", SMALL, Device.gpu, tmp_path)))
-    assert checked == ["log_probs"] * 2 + ["one_step"] * 2 + ["score"]
-
-
 def test_parts_run_in_the_order_of_the_document_and_end_within_an_hour() -> None:
     page = (PROJECT / "docs" / "benchmarks.md").read_text().partition("\n## One GPU\n")[2]
     assert re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE) == list(PARTS)
     assert sum(part.limit_s for part in PARTS.values()) + MODEL_LIMIT_S <= 3600
-
-
-def generation(tokens: list[int], versions: list[int], finish: str = "length") -> Generation:
-    return Generation(tokens, [0.0] * len(tokens), finish, 0, versions)
-
-
-def test_the_tokens_of_the_engine_are_the_targets_of_the_trainer() -> None:
-    (batch,) = agreement.micro_batches([[5, 6], [7]], [generation([8], [0]), generation([9, 10], [0, 0])])
-    assert batch.tokens.tolist() == [[5, 6, 8, 7, 9, 10]]
-    assert batch.lengths.tolist() == [3, 3]
-    assert batch.targets.tolist() == [8, 9, 10]
-
-
-@pytest.mark.parametrize(
-    ("versions", "finish", "continues"),
-    [
-        ([1, 1, 2], "length", True),
-        ([2, 2, 2], "length", False),
-        ([0, 1, 2], "length", False),
-        ([1, 2, 1], "length", False),
-        ([1, 1, 2], "abort", False),
-    ],
-)
-def test_a_request_continues_if_its_tokens_are_of_the_old_version_then_of_the_new(
-    versions: list[int], finish: str, continues: bool
-) -> None:
-    others = [generation([1], [1]), generation([1], [2], "stop")]
-    assert engine.continued([*others, generation([1, 2, 3], versions, finish)], version=2) is continues
-    assert not engine.continued(others, version=2)
-
-
-def test_recomputation_repeats_the_forward_pass_of_the_layers() -> None:
-    """Without targets there is no output layer: 3 forward passes are needed, and 4 computed."""
-    architecture = read_architecture(str(FULL.shape))
-    needed, computed = step.operations(architecture, replace(FULL, trained=0.0), 4, recompute=True)
-    assert needed / computed == pytest.approx(0.75)
-    needed, computed = step.operations(architecture, FULL, 4, recompute=True)
-    assert 0.75 < needed / computed < 0.78
-    needed, computed = step.operations(architecture, FULL, 4, recompute=False)
-    assert needed == computed
-    weights, tokens = (
-        2.775e9,
-        4 * 4 * 2048,
-    )  # Parameters of the layers; attention and output layer add to their products.
-    assert 1.0 < needed / (6 * weights * tokens) < 1.1
-
-
-def test_the_memory_estimate_of_a_step_is_close_to_its_training_states() -> None:
-    """Each parameter takes 18 bytes: bfloat16, a float32 gradient, and three values of Adam in float32."""
-    states = 18 * 3_085_938_688
-    assert states < step.estimate(FULL, 8, Layers.te, recompute=True) < 1.6 * states
 
 
 def test_the_colocated_run_composes_fits_and_is_planned(tmp_path: Path) -> None:
