@@ -488,7 +488,9 @@ class EngineCalls:
         try:
             await self.call(engine, "metrics", timeout_s=PING_TIMEOUT_S, ping=False)
         except RankSilent:
-            raise RankDied(f"engine {engine} no longer responds: {late}", engine) from late
+            where = await self.workers.located([self.workers.ranks[engine]])
+            why = f"engine {engine} no longer responds{where and f' ({where})'}: {late}"
+            raise RankDied(why, engine) from late
 
 
 class VersionSwitch:
