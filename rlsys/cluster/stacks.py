@@ -78,8 +78,16 @@ class StackWriter:
                 self._last = now, await self._dump()
             return self._last[1]
 
+    def dump_here(self) -> Stacks:
+        """Write the stacks of this machine's processes, without the event loop."""
+        return write_stacks(self.run_dir, {DRIVER: threads_of_this_process()} | stacks_here(self._logs))
+
+    @property
+    def _logs(self) -> str:
+        return str((self.run_dir / "logs").resolve())
+
     async def _dump(self) -> Stacks:
-        logs = str((self.run_dir / "logs").resolve())
+        logs = self._logs
         texts = {DRIVER: f"{threads_of_this_process()}\n{tasks_of(asyncio.get_running_loop())}"}
         here, others = await asyncio.gather(asyncio.to_thread(stacks_here, logs), _stacks_elsewhere(logs))
         return write_stacks(self.run_dir, texts | others | here)
