@@ -454,7 +454,7 @@ class SearchNodesConfig:
 
 @dataclass
 class StageTimeouts:
-    """Time limits of the calls of a stage; null: `call_timeout_s`, which is the upper bound. The first step is slowest."""
+    """Time limits of the calls of a stage. null: `call_timeout_s`, the upper bound. The first step is the slowest."""
 
     scoring: Seconds | None = None
     """Log-probs and values of the groups scored together."""
