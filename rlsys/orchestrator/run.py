@@ -336,7 +336,8 @@ async def open_run(config: RunConfig, run_dir: Path, origin: Origin | None = Non
     )
     heldout = heldout_questions(config)
     async with AsyncExitStack() as stack:
-        stack.enter_context(ending_if_blocked(run_dir, stall_limit_s(config)))
+        # Ray's start blocks the event loop, for up to two waits.
+        stack.enter_context(ending_if_blocked(run_dir, 2 * stall_limit_s(config)))
         progress = stack.enter_context(_progress(config, run_dir, history))
         cost = flops_of(read_architecture(config.model.path, config.model.family))
         declared = [metric for table in METRIC_TABLES.values() for metric in table]
