@@ -59,7 +59,7 @@ async def train(
         run.pipeline.publish(version=done)
         async with asyncio.TaskGroup() as background:
             background.create_task(run.pipeline.run())  # Generates and scores until `stop`.
-            watching = background.create_task(run.watch_rollouts())
+            watching = background.create_task(run.watch())
             for step in range(done + 1, steps + 1):
                 groups, updates = await run.train_step(step)
                 await run.weights.push(version=step)

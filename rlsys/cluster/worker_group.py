@@ -1,7 +1,8 @@
 """Groups of worker processes, one Ray actor per rank, called together. Workers are plain objects without Ray.
 
 Contract:
-- Every wait has a timeout, and its error names the missing ranks.
+- Every wait has a timeout, and its error names the missing ranks. At the time limit of a call, the stacks of all
+  processes of the run are written first, and the error names the function that each missing rank is in.
 - Calls to one rank run in order.
 - A rank that dies or raises ends the call at once, with the last lines of its log in the error.
 - If one rank's death makes other ranks fail, the error reports the death.
@@ -32,6 +33,8 @@ from ray.util.placement_group import PlacementGroup
 from rlsys.cluster.local_ray import interface_settings, own_addresses, promised_port
 from rlsys.cluster.planning.placement import DeviceSlot
 from rlsys.cluster.runtime import RESOURCE, SEES_ALL_GPUS, device_ids, hosts_of, remote_shell, within
+from rlsys.cluster.stacks import SIGNAL, StackWriter, call_of
+from rlsys.config.derived import stage_limits
 from rlsys.config.schema import ClusterConfig, Device
 from rlsys.errors import PeerLost, RunError, UserError
 
@@ -46,6 +49,19 @@ machine that differ in NCCL_CUMEM_ENABLE cannot map each other's buffers."""
 GPU_THREADS = 8
 """CPU threads of a worker on a GPU if cluster.threads is null. Ray would set OMP_NUM_THREADS to 1 in a worker that reserves
 no CPU, but copies of weights in host memory need several threads. 64 cores give each of 8 GPUs this many."""
+STAGES = {
+    "compute": "scoring",
+    **dict.fromkeys(("accumulate", "apply", "end_step"), "training"),
+    **dict.fromkeys(("open_transport", "open_export", "begin_update", "load_bucket", "finish_update"), "sync"),
+    **dict.fromkeys(("begin_export", "next_handle", "end_export"), "sync"),
+    **dict.fromkeys(("begin_save", "finish_save", "load"), "checkpoint"),
+    **dict.fromkeys(("offload", "restore", "sleep", "wake"), "switch"),
+}
+"""Method of a worker -> its stage in `cluster.stage_timeout_s`."""
+POLLS = frozenset({"metrics", "activity", "in_flight", "saving"})
+"""Methods whose answer is no progress: a run that hangs still polls."""
+_LOCATED = 8
+"""Maximum number of ranks whose call an error names."""
 _DEATHS = (
     ray.exceptions.RayActorError,
     ray.exceptions.WorkerCrashedError,
@@ -86,10 +102,20 @@ class Rank:
 class WorkerGroup:
     """Handles to the ranks of one group."""
 
-    def __init__(self, name: str, ranks: Sequence[Rank], timeout_s: float) -> None:
+    def __init__(
+        self,
+        name: str,
+        ranks: Sequence[Rank],
+        timeout_s: float,
+        stage_timeout_s: Mapping[str, float] | None = None,
+        stacks: StackWriter | None = None,
+    ) -> None:
         self.name = name
         self.ranks = tuple(ranks)
-        self._timeout_s = timeout_s
+        self.finished = 0
+        """Number of finished calls, without `POLLS`."""
+        self._timeout_s, self._stage_timeout_s = timeout_s, stage_timeout_s or {}
+        self._stacks = stacks
 
     @classmethod
     def launch(
@@ -102,11 +128,12 @@ class WorkerGroup:
         *,
         concurrency: int = 0,
         variables: Mapping[str, str] | None = None,
+        stacks: StackWriter | None = None,
     ) -> WorkerGroup:
         """Start one empty worker process per seat; each sees only the devices of its seat.
 
         `concurrency` above 0 makes the workers asynchronous, with that many concurrent calls. `variables` are added to
-        their environment.
+        their environment. `stacks` writes the stacks of the run's processes when a call reaches its time limit.
         """
         machines = hosts_of(bundles) if cluster.nodes > 1 else {}
         pinned = {seat.bundle for seat in seats if seat.pinned and cluster.device is Device.gpu}
@@ -123,7 +150,7 @@ class WorkerGroup:
             handle = remote_shell(host, within(bundles, seat.bundle), log, environment, **options)
             where = f" (on {machines[seat.bundle]})" if machines else ""
             ranks.append(Rank(number, f"{name} rank {number}{where}", handle, log))
-        return cls(name, ranks, cluster.call_timeout_s)
+        return cls(name, ranks, cluster.call_timeout_s, stage_limits(cluster), stacks)
 
     async def build(self, factory: Callable[..., Any], arguments: Sequence[tuple], timeout_s: float) -> None:
         """Create each rank's worker in its process: `factory(*arguments[rank])`."""
@@ -147,7 +174,7 @@ class WorkerGroup:
     async def call_each(self, method: str, arguments: Sequence[tuple], timeout_s: float | None = None) -> list[Any]:
         """Call `method` on every rank, each with its own arguments, and return the results in rank order."""
         refs = [rank.handle.call.remote(method, *args) for rank, args in zip(self.ranks, arguments, strict=True)]
-        return await self._gather(refs, f"to finish {method}", timeout_s)
+        return await self._finish(method, refs, timeout_s)
 
     async def call_rank(
         self,
@@ -162,7 +189,7 @@ class WorkerGroup:
             raise RankDied(until.result(), index)
         rank = self.ranks[index]
         ref = rank.handle.call.remote(method, *args)
-        return (await self._gather([ref], f"to finish {method}", timeout_s, [rank], until))[0]
+        return (await self._finish(method, [ref], timeout_s, [rank], until))[0]
 
     def kill(self) -> None:
         """Kill every worker process at once."""
@@ -178,17 +205,47 @@ class WorkerGroup:
         """Return the last lines of one worker's log, to append to a message."""
         return _tail(self.ranks[index])
 
-    async def _gather(
+    async def located(self, ranks: Sequence[Rank]) -> str:
+        """Write the stacks of all processes of the run; return which function each of `ranks` is in, as a clause.
+
+        Call it before a hung process is killed. Empty if the group has no `stacks`.
+        """
+        if self._stacks is None:
+            return ""
+        found = await self._stacks.dump()
+        calls = {rank.name: call_of(found.texts.get(rank.log.stem, "")) for rank in ranks[:_LOCATED]}
+        places = [f"{name} is in {call}" for name, call in calls.items() if call]
+        return "; ".join([*places, f"the stacks of all processes are in {found.folder}"])
+
+    async def _finish(
         self,
+        method: str,
         refs: Sequence[Any],
-        purpose: str,
         timeout_s: float | None,
         ranks: Sequence[Rank] | None = None,
         until: asyncio.Future[str] | None = None,
     ) -> list[Any]:
-        """Return the results of `refs`; the first failure, the timeout or `until` ends the wait."""
+        """Return the results of `refs`, calls of `method`; its default time limit is that of its stage."""
+        own_s = self._stage_timeout_s.get(STAGES.get(method, ""), self._timeout_s)
+        limit_s = own_s if timeout_s is None else timeout_s
+        results = await self._gather(refs, f"to finish {method}", limit_s, ranks, until, locate=timeout_s is None)
+        self.finished += method not in POLLS
+        return results
+
+    async def _gather(
+        self,
+        refs: Sequence[Any],
+        purpose: str,
+        limit: float,
+        ranks: Sequence[Rank] | None = None,
+        until: asyncio.Future[str] | None = None,
+        locate: bool = True,
+    ) -> list[Any]:
+        """Return the results of `refs`; the first failure, the time limit or `until` ends the wait.
+
+        With `locate`, the stacks of late ranks are written before the error is raised.
+        """
         ranks = self.ranks if ranks is None else ranks
-        limit = self._timeout_s if timeout_s is None else timeout_s
         waits = [asyncio.wrap_future(ref.future()) for ref in refs]
         names = dict(zip(waits, ranks, strict=False))
         try:
@@ -214,7 +271,9 @@ class WorkerGroup:
             if missing:
                 late = [names[wait] for wait in waits if wait in missing]
                 who = ", ".join(rank.name for rank in late)
-                raise RankSilent(f"waited {limit:.0f} s for {who} {purpose}.\n{_tail(late[0])}", late[0].number)
+                where = await self.located(late) if locate else ""
+                sentence = f"waited {limit:.0f} s for {who} {purpose}{where and f': {where}'}."
+                raise RankSilent(f"{sentence}\n{_tail(late[0])}", late[0].number)
             return [wait.result() for wait in waits]
         finally:
             for wait in waits:
@@ -234,6 +293,7 @@ class _Shell:
             os.dup2(file.fileno(), 1)
             os.dup2(file.fileno(), 2)
         faulthandler.enable(file=2)
+        faulthandler.register(SIGNAL, file=2)
         self._worker: Any = None
         self._promised: list[socket.socket] = []
         # torch and SGLang use the same network as Ray's nodes; on a single machine, the loopback interface.

@@ -20,6 +20,7 @@ from rlsys.config.schema import (
     AsyncSchedule,
     BoundedWaitSchedule,
     CassetteMode,
+    ClusterConfig,
     CriticConfig,
     Device,
     InferenceConfig,
@@ -68,6 +69,19 @@ def on_update(config: RunConfig) -> OnUpdate:
         sentence = f"{key}={value} must be {' or '.join(OnUpdate)}: annotate it as rlsys.config.schema.OnUpdate."
         raise UserError(sentence, code="wrong_type", key=key)
     return OnUpdate(value)
+
+
+def stage_limits(cluster: ClusterConfig) -> dict[str, float]:
+    """Return the time limits of calls, in seconds, of the stages that have their own."""
+    own = cluster.stage_timeout_s
+    limits = {
+        "scoring": own.scoring,
+        "training": own.training,
+        "sync": own.sync,
+        "checkpoint": own.checkpoint,
+        "switch": own.switch,
+    }
+    return {stage: limit_s for stage, limit_s in limits.items() if limit_s is not None}
 
 
 def needs_server(search: SearchConfig) -> bool:

@@ -453,6 +453,22 @@ class SearchNodesConfig:
 
 
 @dataclass
+class StageTimeouts:
+    """Time limits of the calls of a stage. null: `call_timeout_s`, the upper bound. The first step is the slowest."""
+
+    scoring: Seconds | None = None
+    """Log-probs and values of the groups scored together."""
+    training: Seconds | None = None
+    """Gradient of one call, and the optimiser step."""
+    sync: Seconds | None = None
+    """One bucket of weights, or the switch of all engines."""
+    checkpoint: Seconds | None = None
+    """Copy, writing or loading of a checkpoint."""
+    switch: Seconds | None = None
+    """Colocated groups leave or take their devices."""
+
+
+@dataclass
 class ClusterConfig:
     """Machines, placement of groups, and weight sync."""
 
@@ -480,6 +496,7 @@ class ClusterConfig:
     other cases the run ends and names the workers that did not answer. With the async schedule, the limit must exceed
     `rollout.episode_timeout_s` if an update waits for episodes (`on_update=finish`) or for their turns (an engine that
     cannot continue them)."""
+    stage_timeout_s: StageTimeouts = field(default_factory=StageTimeouts)
     sync_mode: SyncMode = SyncMode.tensor
     sync_bucket_bytes: Annotated[Count, Unit("bytes")] = 2 * 1024**3
     """Size of one weight bucket; at least the size of the model's largest tensor. Two buckets are in memory at a

@@ -5,22 +5,29 @@ A row of faults.jsonl is written when a fault begins, and another when it ends:
     {"fault": 3, "event": "began", "time": 1700000000.0, "step": 7, "part": "engine 1", "kind": "died", "detail": "..."}
     {"fault": 3, "event": "recovered", "time": 1700000012.5, "step": 7, "detail": "restarted at version 7"}
 
-`time` is in seconds since the epoch. A fault without a second row was not over when the run ended.
+`time` is in seconds since the epoch. A fault without a second row was not over when its process ended. Each process of a
+resumed run numbers its faults from 1. Details are untrusted: they may quote logs.
 """
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
+from statistics import median
+from typing import Any
 
+from rlsys.files import limited_lines, open_regular
 from rlsys.observe.metrics import Metric
-from rlsys.observe.records import LineLog
+from rlsys.observe.records import LineLog, read_object
+from rlsys.observe.samples import visible
 
 FAULTS = "faults.jsonl"
 """File name within a run folder."""
+_BEGAN = "began"
 FAULT_METRICS = (
     Metric("faults/began", "count", "faults since the start of this process"),
     Metric("faults/recovered", "count", "of these, faults from which the run has recovered"),
@@ -38,6 +45,10 @@ class FaultKind(StrEnum):
     """A process lives but makes no progress."""
     unreachable = "unreachable"
     """A service does not answer."""
+
+
+_SAID = {FaultKind.died: "died", FaultKind.hung: "hangs", FaultKind.unreachable: "does not answer"}
+"""Kind -> words for the terminal."""
 
 
 class Outcome(StrEnum):
@@ -61,13 +72,85 @@ class Fault:
     """Seconds since the epoch."""
 
 
+@dataclass(frozen=True, slots=True)
+class RecordedFault:
+    """One failure as read from a run's file."""
+
+    part: str
+    kind: str
+    step: int
+    began_s: float
+    """Seconds since the epoch."""
+    detail: str
+    outcome: Outcome | None = None
+    """None if the fault is not over, or was not when its process ended."""
+    ended_s: float | None = None
+    """Seconds since the epoch."""
+    ending: str = ""
+    """Detail of the end."""
+
+    @property
+    def recovery_s(self) -> float | None:
+        """Seconds until the part worked again; None if it does not."""
+        return self.ended_s - self.began_s if self.ended_s is not None and self.outcome is Outcome.recovered else None
+
+
+def read_fault_row(line: bytes) -> dict[str, Any] | None:
+    """Parse a row of faults.jsonl; None if it is damaged."""
+    row = read_object(line)
+    if row is None or type(row.get("fault")) is not int or type(row.get("step")) is not int:
+        return None
+    texts = ("event", "detail", "part", "kind") if row.get("event") == _BEGAN else ("event", "detail")
+    at = row.get("time")
+    whole = all(isinstance(row.get(name), str) for name in texts) and row["event"] in (_BEGAN, *Outcome)
+    return row if whole and isinstance(at, int | float) and not isinstance(at, bool) and math.isfinite(at) else None
+
+
+def faults_of(rows: Iterable[Mapping[str, Any]]) -> tuple[RecordedFault, ...]:
+    """Pair the rows of faults.jsonl, given in file order; ends without a beginning are left out."""
+    found: list[RecordedFault] = []
+    open_at: dict[int, int] = {}
+    for row in rows:
+        number, detail = row["fault"], row["detail"]
+        if row["event"] == _BEGAN:
+            open_at[number] = len(found)
+            found.append(RecordedFault(row["part"], row["kind"], row["step"], row["time"], detail))
+        elif (place := open_at.pop(number, None)) is not None:
+            outcome = Outcome(row["event"])
+            found[place] = replace(found[place], outcome=outcome, ended_s=row["time"], ending=detail)
+    return tuple(found)
+
+
+def read_faults(path: Path) -> tuple[RecordedFault, ...]:
+    """Return the faults in a file, without damaged rows, for the driver of the run. Raises OSError."""
+    with open_regular(path) as file:
+        rows = map(read_fault_row, limited_lines(file))
+        return faults_of(row for row in rows if row is not None)
+
+
+def fault_summary(faults: Iterable[RecordedFault]) -> dict[str, Any]:
+    """Return the number of faults by outcome, and median and maximum of the seconds to recover (None without any)."""
+    listed = list(faults)
+    recoveries = [fault.recovery_s for fault in listed if fault.recovery_s is not None]
+    return {
+        "count": len(listed),
+        "recovered": len(recoveries),
+        "given_up": sum(fault.outcome is Outcome.given_up for fault in listed),
+        "recovery_p50_s": median(recoveries) if recoveries else None,
+        "recovery_max_s": max(recoveries, default=None),
+    }
+
+
 class FaultLog:
     """Appends faults to a run's file, and counts them."""
 
-    def __init__(self, path: Path, clock: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self, path: Path, clock: Callable[[], float] = time.time, say: Callable[[str], None] = lambda _: None
+    ) -> None:
+        """`say` gets one printable line when a fault begins, and one when it ends."""
         self.step = 0
         """Step under which faults are recorded."""
-        self._log, self._clock = LineLog(path), clock
+        self._log, self._clock, self._say = LineLog(path), clock, say
         self._began = 0
         self._ended = dict.fromkeys(Outcome, 0)
         self._longest_s = 0.0
@@ -76,7 +159,8 @@ class FaultLog:
         """Record that `part` has failed; `detail` is one sentence with the cause and the work that was lost."""
         self._began += 1
         fault = Fault(self._began, part, kind, self._clock())
-        self._append(fault.number, "began", fault.began_s, detail, part=part, kind=kind)
+        self._append(fault.number, _BEGAN, fault.began_s, detail, part=part, kind=kind)
+        self._say(visible(f"Fault in step {self.step}: {part} {_SAID[kind]}: {detail}"))
         return fault
 
     def end(self, fault: Fault, outcome: Outcome, detail: str) -> None:
@@ -86,6 +170,8 @@ class FaultLog:
         if outcome is Outcome.recovered:
             self._longest_s = max(self._longest_s, now - fault.began_s)
         self._append(fault.number, outcome, now, detail)
+        end = "works again" if outcome is Outcome.recovered else "was given up"
+        self._say(visible(f"{fault.part} {end} after {now - fault.began_s:.1f} s: {detail}"))
 
     def metrics(self) -> dict[str, float]:
         """Return the metrics by name."""

@@ -17,6 +17,7 @@ from rlsys.errors import UserError
 from rlsys.files import limited_lines, open_regular, read_regular, read_yaml
 from rlsys.observe import records
 from rlsys.observe.environment import RUN, Launch, read_launches
+from rlsys.observe.faults import FAULTS, RecordedFault, faults_of, read_fault_row
 from rlsys.observe.kept import TRAJECTORIES, TrajectoryRecord, read_trajectories, trajectory_steps
 from rlsys.observe.metrics import UNITS
 from rlsys.observe.status import STATUS
@@ -46,6 +47,8 @@ class RunFolder:
     summary: dict[str, Any] | None
     """Contents of summary.json; None until the run ends."""
     status: dict[str, Any] | None
+    faults: tuple[RecordedFault, ...] = ()
+    """Faults, by beginning; empty for a run of an older rlsys too."""
     units: Mapping[str, Any] = field(default_factory=dict)
     """Contents of units.json: name of a metric -> [unit, meaning]; empty for a run of an older rlsys."""
     problems: list[str] = field(default_factory=list)
@@ -115,6 +118,7 @@ def open_run(path: Path) -> RunFolder:
         reference=reference[-1] if reference else None,
         summary=_whole(path, records.SUMMARY, report),
         status=_whole(path, STATUS, report),
+        faults=faults_of(_parsed(path / FAULTS, FAULTS, read_fault_row, report, optional=True)),
         units=_whole(path, UNITS, report) or {},
         problems=problems,
     )
@@ -142,8 +146,13 @@ def _like(folder: Path) -> Path:
     return max(runs, key=lambda run: run.stat().st_mtime, default=Path("outputs/NAME-YYYYMMDD-HHMMSS"))
 
 
-def _parsed(path: Path, name: str, parse: Callable[[bytes], T | None], report: Report) -> Iterator[T]:
-    """Yield what `parse` makes of each line of a file; report lines for which it returns None."""
+def _parsed(
+    path: Path, name: str, parse: Callable[[bytes], T | None], report: Report, optional: bool = False
+) -> Iterator[T]:
+    """Yield what `parse` makes of each line of a file; report lines for which it returns None.
+
+    An `optional` file that is missing or empty is not reported.
+    """
     number = 0
     try:
         with open_regular(path) as file:
@@ -154,10 +163,11 @@ def _parsed(path: Path, name: str, parse: Callable[[bytes], T | None], report: R
                 elif line.strip():
                     what = "cut short" if not line.endswith(b"\n") else "damaged"
                     report(f"{name}, line {number} is {what}: left out.")
-        if not number:
+        if not number and not optional:
             report(f"{name} is empty.")
     except OSError as problem:
-        report(_unreadable(name, problem))
+        if not (optional and isinstance(problem, FileNotFoundError)):
+            report(_unreadable(name, problem))
 
 
 def _read(name: str, read: Callable[[], T | None], report: Report, optional: bool = False) -> T | None:

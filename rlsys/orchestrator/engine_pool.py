@@ -10,7 +10,7 @@ fewest episodes in flight; the group queues while no engine has room or all are 
 Contract:
 - `run_group` returns the whole group or raises: `GroupLost` if only this group fails, another RunError if the run
   cannot continue. It makes at most two attempts. Each lasts at most the episode time-out (once per round of episodes)
-  plus `MARGIN_S`, a ping and an abort.
+  plus `MARGIN_S`, a ping, the stacks of an engine that does not answer it, and an abort.
 - An engine is dead once its process has died or a ping times out. It is killed, dropped from the pool and never called
   again; pending calls to it fail at once. Each of its groups is retried once on another engine, from the progress
   passed to `run_group`. The run continues while one engine lives.
@@ -488,7 +488,9 @@ class EngineCalls:
         try:
             await self.call(engine, "metrics", timeout_s=PING_TIMEOUT_S, ping=False)
         except RankSilent:
-            raise RankDied(f"engine {engine} no longer responds: {late}", engine) from late
+            where = await self.workers.located([self.workers.ranks[engine]])
+            why = f"engine {engine} no longer responds{where and f' ({where})'}: {late}"
+            raise RankDied(why, engine) from late
 
 
 class VersionSwitch:

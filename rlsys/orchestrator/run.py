@@ -24,7 +24,7 @@ from rlsys.config.problems import algorithm_notes
 from rlsys.config.schema import Mode, Packing, RunConfig
 from rlsys.data.question import PromptSource, read_questions
 from rlsys.data.trajectory import Group, MaskOf, trained_tokens, value_mask
-from rlsys.errors import UserError
+from rlsys.errors import RunError, UserError
 from rlsys.files import sha256_of
 from rlsys.observe import status
 from rlsys.observe.environment import detect, unmet_requirements
@@ -64,6 +64,7 @@ from rlsys.orchestrator.run_logger import (
 )
 from rlsys.orchestrator.saving import CheckpointedGroup, Saver
 from rlsys.orchestrator.search_server import Serving, require_named, serving, silent
+from rlsys.orchestrator.watchdog import blocking, ending_if_blocked, stall_limit_s, until_stalled
 from rlsys.orchestrator.weight_sync import SYNC_METRICS, WeightSync
 from rlsys.orchestrator.worker_groups import (
     STOP_TIMEOUT_S,
@@ -194,12 +195,32 @@ class Run:
         """Record under `step` the prompt groups that have ended since the last call."""
         self.log.prompts(step, self.pipeline.scheduler.ended())
 
+    async def watch(self) -> None:
+        """Watch rollouts and progress until cancelled. Raises an exception group with a RunError if nothing progresses."""
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self.watch_rollouts())
+            tasks.create_task(self.watch_progress())
+
     async def watch_rollouts(self) -> None:
         """Refresh the rollout status from the engines' activity every `POLL_S`, until cancelled."""
         while True:
             await asyncio.sleep(POLL_S)
             await self.groups.engines.refresh_activity()
             self.pipeline.show_rollouts()
+
+    async def watch_progress(self) -> None:
+        """Wait until nothing progresses for longer than any single wait may take; then raise RunError. Never returns."""
+        groups = self.groups
+        workers = [group.workers for group in (groups.engines, groups.inference, *groups.trained.values()) if group]
+
+        def progress() -> tuple[float, ...]:
+            finished = sum(group.finished for group in workers)
+            return (finished, *self.pipeline.progress, *self.log.faults.metrics().values())
+
+        limit_s = stall_limit_s(self.config)
+        await until_stalled(progress, limit_s)
+        who, stacks = blocking(self.log.progress.status().states), await groups.actor.workers.located([])
+        raise RunError(f"the run has made no progress for {limit_s:.0f} s: {who}; {stacks}.")
 
     async def evaluate_reference(self, step: int) -> None:
         """Evaluate the reference policy on the held-out questions. The engines keep its weights afterwards."""
@@ -315,6 +336,8 @@ async def open_run(config: RunConfig, run_dir: Path, origin: Origin | None = Non
     )
     heldout = heldout_questions(config)
     async with AsyncExitStack() as stack:
+        # Ray's start blocks the event loop, for up to two waits.
+        stack.enter_context(ending_if_blocked(run_dir, 2 * stall_limit_s(config)))
         progress = stack.enter_context(_progress(config, run_dir, history))
         cost = flops_of(read_architecture(config.model.path, config.model.family))
         declared = [metric for table in METRIC_TABLES.values() for metric in table]

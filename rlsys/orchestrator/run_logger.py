@@ -30,7 +30,7 @@ from rlsys.data.trajectory import Group
 from rlsys.errors import RunError, UserError
 from rlsys.files import json_safe, remove_partial_files, write_atomically
 from rlsys.observe.environment import record_launch, tree_cpu_seconds
-from rlsys.observe.faults import FAULTS, FaultLog
+from rlsys.observe.faults import FAULTS, FaultLog, fault_summary, read_faults
 from rlsys.observe.guards import Alarm, Guards, GuardsState
 from rlsys.observe.kept import TrajectoryWriter, remove_trajectories_after
 from rlsys.observe.metrics import UNITS, Metric, explained
@@ -187,7 +187,7 @@ class RunLogger:
         self._recent: list[Span] = []
         self._begun_ns, self._begun_cpu_s = 0, 0.0
         known = history.logs if history else {}
-        self.faults = FaultLog(run_dir / FAULTS)
+        self.faults = FaultLog(run_dir / FAULTS, say=self._warn)
         self._prompts = LineLog(run_dir / PROMPTS, known.get(PROMPTS))
         self._timeline = LineLog(run_dir / TIMELINE, known.get(TIMELINE))
         self._timeline_start = known.get(TIMELINE, 0)
@@ -256,9 +256,13 @@ class RunLogger:
         self._write_timeline(step, window)
         for alarm in alarms:
             if alarm.first:
-                self.progress.console.print(f"Warning: {alarm}", style="yellow", highlight=False, markup=False)
+                self._warn(f"Warning: {alarm}")
         self.progress.update(step=step, reward=row["critic/score/mean"], tokens_per_s=row["rollout/tokens_per_s"])
         return alarms
+
+    def _warn(self, sentence: str) -> None:
+        """Print a warning above the progress display."""
+        self.progress.console.print(sentence, style="yellow", highlight=False, markup=False)
 
     def _explain(self, names: Iterable[str]) -> None:
         """Write units and meanings to units.json when a row has a new name."""
@@ -334,6 +338,7 @@ class RunLogger:
             "tokens_differing_share": sum(row["tokens/differing"] for row in rows)
             / sum(row["state_tokens/total"] for row in rows),
             "cached_prompt_share": fmean(row["rollout/cached_prompt_share"] for row in rows),
+            "faults": fault_summary(read_faults(self.run_dir / FAULTS)),
             "steps": len(rows),
             "seed": self.config.trainer.seed,
             "seconds": {

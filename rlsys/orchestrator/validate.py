@@ -37,6 +37,7 @@ from rlsys.config.derived import (
     megatron_groups,
     needs_server,
     on_update,
+    stage_limits,
 )
 from rlsys.config.problems import Problem, algorithm_problems
 from rlsys.config.schema import (
@@ -415,11 +416,30 @@ def _sync(config: RunConfig) -> Iterator[Problem]:
             f"{config.rollout.episode_timeout_s}, because with trainer.schedule.on_update=finish the activation of "
             "weights waits for episodes: raise it, or use on_update=continue."
         )
+    yield from _stage_limits(config, waits)
     if cluster.sync_mode is SyncMode.broadcast and cluster.mode is Mode.colocated and cluster.device is Device.gpu:
         yield Problem.of(
             "cluster.sync_mode=broadcast with cluster.mode=colocated puts two members of an NCCL group on one GPU, "
             f"which NCCL refuses: use {'cluster.sync_mode=tensor' if cluster.nodes == 1 else way_across(config)}."
         )
+
+
+def _stage_limits(config: RunConfig, waits: bool) -> Iterator[Problem]:
+    """Yield problems of `cluster.stage_timeout_s`; `waits` is True if the activation of weights waits for episodes."""
+    cluster, episode_s = config.cluster, config.rollout.episode_timeout_s
+    for stage, limit_s in stage_limits(cluster).items():
+        key = f"cluster.stage_timeout_s.{stage}"
+        if limit_s > cluster.call_timeout_s:
+            yield Problem.of(
+                f"{key}={limit_s:g} must not be above cluster.call_timeout_s={cluster.call_timeout_s:g}, after which the "
+                "collectives of the workers time out: lower it, or raise call_timeout_s."
+            )
+        elif stage == "sync" and waits and limit_s <= episode_s:
+            yield Problem.of(
+                f"{key}={limit_s:g} must be above rollout.episode_timeout_s={episode_s:g}, because with "
+                "trainer.schedule.on_update=finish the activation of weights waits for episodes: raise it, or use "
+                "on_update=continue."
+            )
 
 
 def _placement(config: RunConfig, ranks: Ranks) -> Iterator[Problem]:

@@ -26,6 +26,7 @@ import numpy as np
 from rlsys.algorithms.losses import TOKENS, reduce_stats
 from rlsys.cluster.planning.placement import CRITIC, parse_placement, plan_bundles
 from rlsys.cluster.runtime import ray_runtime
+from rlsys.cluster.stacks import StackWriter
 from rlsys.cluster.worker_group import WorkerGroup, share
 from rlsys.config.algorithm import OldLogprobs
 from rlsys.config.derived import has_critic, on_update, scoring_forwards
@@ -78,9 +79,13 @@ STOP_TIMEOUT_S = 30.0
 
 @asynccontextmanager
 async def started_groups(config: RunConfig, log_dir: Path) -> AsyncIterator[dict[str, WorkerGroup]]:
-    """Launch the processes of all groups, without workers; yield the groups by name and kill them on exit."""
+    """Launch the processes of all groups, without workers; yield the groups by name and kill them on exit.
+
+    `log_dir` is a folder within the run's folder, which also gets the stacks of hung processes.
+    """
     several = config.cluster.nodes > 1
     plan = plan_bundles(holdings(config), config.cluster.devices_per_node if several else None)
+    stacks = StackWriter(log_dir.parent)
     with ray_runtime(config.cluster, plan.sizes, plan.machines) as bundles:
         groups: dict[str, WorkerGroup] = {}
         try:
@@ -94,6 +99,7 @@ async def started_groups(config: RunConfig, log_dir: Path) -> AsyncIterator[dict
                     log_dir,
                     concurrency=concurrency,
                     variables=_search_token(config),
+                    stacks=stacks,
                 )
             yield groups
         finally:

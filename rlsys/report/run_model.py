@@ -171,6 +171,7 @@ def _run(run: RunFolder, name: str, chunk: int, sink: Sink | None, cache: ModelC
         "evaluations": evaluations,
         "reference": json_safe(run.reference),
         "measured": _measured(run),
+        "faults": [json_safe(asdict(fault)) for fault in run.faults],
         "time": _time(run),
         "trajectories": kept,
         "drift": drift.as_json(drift.report_of(drifts, sampling)) if kept else None,

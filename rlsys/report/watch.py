@@ -20,6 +20,7 @@ import re
 import socket
 import threading
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -35,6 +36,7 @@ from prometheus_client.registry import Collector
 
 from rlsys.errors import UserError
 from rlsys.files import json_safe
+from rlsys.observe.faults import FAULTS, Outcome
 from rlsys.observe.kept import TRAJECTORIES
 from rlsys.observe.records import METRICS, SUMMARY, TIMELINE
 from rlsys.observe.run_folder import CONFIG, EVALUATIONS, MEASURED, RunFolder, open_run
@@ -253,7 +255,7 @@ class LiveRun:
         return _Built(stamp, run, model, body, now + REST * (now - begun))
 
     def _stamp(self) -> Stamp:
-        files = [self.path / name for name in (CONFIG, METRICS, TIMELINE, SUMMARY)]
+        files = [self.path / name for name in (CONFIG, METRICS, TIMELINE, SUMMARY, FAULTS)]
         for pattern in (f"{EVALUATIONS}/*.json*", f"{TRAJECTORIES}/*.json*", MEASURED):
             files += sorted(file for file in self.path.glob(pattern) if file.suffix != ".part")
         stamps = []
@@ -278,7 +280,12 @@ def exposition(run: RunFolder, life: RunLiveness, now: float) -> bytes:
     row = run.rows[-1] if run.rows else {}
     named = {_writable(name): value for name, value in row.items() if name not in ("step", "time")}
     figures = {name: value for name, value in named.items() if _is_figure(value)}
-    families = [*_of_run(run, life), *_of_groups(run, life, now, figures), *_of_step(figures)]
+    families = [
+        *_of_run(run, life),
+        *_of_faults(run, life, now),
+        *_of_groups(run, life, now, figures),
+        *_of_step(figures),
+    ]
 
     class Families(Collector):
         def collect(self) -> Iterator[Metric]:
@@ -310,6 +317,22 @@ def _of_run(run: RunFolder, life: RunLiveness) -> Iterator[Metric]:
     ):
         if _is_figure(value):
             yield GaugeMetricFamily(f"rlsys_run_{name}", meaning, value=value)
+
+
+def _of_faults(run: RunFolder, life: RunLiveness, now: float) -> Iterator[Metric]:
+    """Yield the number of faults by outcome, and the age of each fault that is not over."""
+    begun = (run.status or {}).get("begun")
+    current = [fault for fault in run.faults if _is_figure(begun) and fault.began_s >= begun]
+    active = [fault for fault in current if fault.outcome is None and life.phase is Phase.running]
+    ended = Counter(str(fault.outcome or "unfinished") for fault in run.faults)
+    counts = {outcome: float(ended[outcome]) for outcome in (*Outcome, "unfinished")}
+    yield _gauge("rlsys_run_faults", "Faults of the run, by outcome.", "outcome", counts)
+    meaning = "Seconds since a fault began that is not over."
+    age = GaugeMetricFamily("rlsys_fault_open_seconds", meaning, labels=["part", "kind"])
+    oldest = {(_writable(fault.part), _writable(fault.kind)): fault for fault in reversed(active)}
+    for labels, fault in oldest.items():
+        age.add_metric(labels, max(0.0, now - fault.began_s))
+    yield age
 
 
 def _of_groups(run: RunFolder, life: RunLiveness, now: float, figures: Mapping[str, float]) -> Iterator[Metric]:

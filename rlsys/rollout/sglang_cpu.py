@@ -8,9 +8,6 @@
   torch. Installed packages take precedence; calling a stand-in raises.
 - transformers looks for torchvision once, on import. If transformers is already imported, its finding is reset, because
   SGLang registers an image processor with transformers when it is imported itself.
-
-`scheduler_entry` is the main function of SGLang's scheduler process. Only in that process, `torch.cuda.synchronize` is
-a no-op: SGLang's weight checker calls it on every device, and in a CPU build of torch it raises.
 """
 
 from __future__ import annotations
@@ -18,8 +15,6 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
-
-import torch
 
 from rlsys.config.schema import Device
 from rlsys.errors import RunError
@@ -36,14 +31,6 @@ def prepare(device: Device) -> None:
         sys.path.append(str(STANDINS))
     if "transformers" in sys.modules:
         _look_again_for_torchvision()
-
-
-def scheduler_entry(*args: object, **kwargs: object) -> None:
-    """Run SGLang's scheduler process on a CPU."""
-    from sglang.srt.managers.scheduler import run_scheduler_process
-
-    torch.cuda.synchronize = lambda device=None: None  # noqa: ARG005
-    run_scheduler_process(*args, **kwargs)
 
 
 def _look_again_for_torchvision() -> None:

@@ -31,7 +31,7 @@ from sglang.srt.managers.io_struct import (
 from sglang.srt.utils import MultiprocessingSerializer
 from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorMetadata
 
-from rlsys.rollout import sglang_cpu
+from rlsys.rollout import sglang_entry
 from rlsys.weights.sockets import INTERFACE_VARIABLES, listener
 from rlsys.weights.transport import Bucket
 
@@ -46,10 +46,11 @@ Answer = tuple[bool, str]
 """(True, any text) for a success; (False, reason) for a failure."""
 
 
-class _CpuEngine(Engine):
-    """SGLang's engine, with `scheduler_entry` as the main function of its scheduler process."""
+class _Engine(Engine):
+    """SGLang's engine, with the main functions of `sglang_entry`."""
 
-    run_scheduler_process_func = staticmethod(sglang_cpu.scheduler_entry)
+    run_scheduler_process_func = staticmethod(sglang_entry.scheduler)
+    run_detokenizer_process_func = staticmethod(sglang_entry.detokenizer)
 
 
 class SglangProcess:
@@ -67,7 +68,7 @@ class SglangProcess:
             "TORCHELASTIC_USE_AGENT_STORE": "True",
         }
         with _environment(at_the_store | dict(zip(INTERFACE_VARIABLES, ("lo", "=lo"), strict=True))):
-            self.engine = (_CpuEngine if on_cpu else Engine)(**arguments)
+            self.engine = _Engine(**arguments)
         self._manager = self.engine.tokenizer_manager
         self._device = torch.device("cpu" if on_cpu else "cuda:0")
         """Device of the engine's first rank."""

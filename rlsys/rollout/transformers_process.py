@@ -12,10 +12,12 @@ tokens back as its usual split has.
 
 from __future__ import annotations
 
+import faulthandler
 import gc
 import hashlib
 import os
 import re
+import signal
 import sys
 import threading
 from collections.abc import Iterator, Sequence
@@ -401,7 +403,8 @@ def _bucket(records: tuple[TensorRecord, ...], on_device: bool, data: bytes) -> 
 
 
 def main(descriptor: int) -> None:
-    """Run the child process on the pipe `descriptor`."""
+    """Run the child process on the pipe `descriptor`. On SIGUSR1, it writes the stacks of its threads to stderr."""
+    faulthandler.register(signal.SIGUSR1, file=2)
     disable_progress_bar()
     pipe, inbox = Connection(descriptor), SimpleQueue[Any]()
     spec: DecoderSpec = pipe.recv()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import threading
+from collections.abc import Mapping
 from concurrent.futures import Future
 from contextlib import closing
 from pathlib import Path
@@ -16,9 +17,13 @@ import ray
 
 from rlsys.cluster.preflight.machine import Unseen, cluster_at
 from rlsys.cluster.runtime import answer, natural, ray_runtime
-from rlsys.cluster.worker_group import Rank, RankDied, RankSilent, WorkerGroup, together
-from rlsys.config.schema import ClusterConfig, Device
+from rlsys.cluster.worker_group import POLLS, STAGES, Rank, RankDied, RankSilent, WorkerGroup, together
+from rlsys.config.derived import stage_limits
+from rlsys.config.schema import ClusterConfig, Device, StageTimeouts
 from rlsys.errors import PeerLost, RunError
+from rlsys.rollout.engine import EngineDriver
+from rlsys.trainer.actor import Actor
+from rlsys.trainer.log_prob import LogProbWorker
 from tests.support.refusals import refused
 from tests.support.virtual_time import virtually
 
@@ -89,11 +94,13 @@ def test_host_names_are_sorted_by_their_numbers() -> None:
     assert sorted(["n10", "n9", "a1", "n9-2"], key=natural) == ["a1", "n9", "n9-2", "n10"]
 
 
-def group_of(folder: Path, *calls: Future[Any], timeout_s: float = 300.0) -> WorkerGroup:
+def group_of(
+    folder: Path, *calls: Future[Any], timeout_s: float = 300.0, of_stages: Mapping[str, float] | None = None
+) -> WorkerGroup:
     """Return a group without Ray; every call of rank i returns the future `calls[i]`."""
     handles = [Mock(**{"call.remote.return_value.future.return_value": call}) for call in calls]
     ranks = [Rank(number, f"a rank {number}", handle, folder / "log") for number, handle in enumerate(handles)]
-    return WorkerGroup("a", ranks, timeout_s)
+    return WorkerGroup("a", ranks, timeout_s, of_stages)
 
 
 async def test_only_silent_ranks_are_named_as_missing(tmp_path: Path) -> None:
@@ -104,6 +111,30 @@ async def test_only_silent_ranks_are_named_as_missing(tmp_path: Path) -> None:
     with pytest.raises(RankSilent, match="for a rank 1, a rank 3 to finish it") as silent:
         await group.call("it")
     assert silent.value.rank == 1
+
+
+@virtually
+async def test_call_has_the_limit_of_its_stage_and_counts_unless_it_is_a_poll(tmp_path: Path) -> None:
+    now = asyncio.get_running_loop().time
+    for method, limit_s in (("accumulate", 60), ("compute", 1800), ("anything", 1800)):
+        group = group_of(tmp_path, Future(), timeout_s=1800, of_stages={"training": 60, "sync": 7})
+        begun = now()
+        with pytest.raises(RankSilent):
+            await group.call(method)
+        assert (now() - begun, group.finished) == (limit_s, 0)
+    done: Future[Any] = Future()
+    done.set_result(None)
+    group = group_of(tmp_path, done)
+    for method in ("accumulate", *POLLS):
+        await group.call(method)
+    assert group.finished == 1
+
+
+def test_every_stage_with_a_limit_of_its_own_has_methods_that_exist() -> None:
+    config = ClusterConfig(stage_timeout_s=StageTimeouts(*range(1, 6)))
+    assert set(STAGES.values()) == stage_limits(config).keys()
+    workers = (EngineDriver, Actor, LogProbWorker)
+    assert {method for method in STAGES if not any(hasattr(worker, method) for worker in workers)} == set()
 
 
 async def test_call_ends_once_its_until_future_is_done(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from rlsys.cluster import runtime, worker_group
 from rlsys.cluster.planning.placement import DeviceSlot, plan_bundles
 from rlsys.cluster.preflight.machine import cluster_at
 from rlsys.cluster.runtime import ray_runtime
+from rlsys.cluster.stacks import STACKS, StackWriter, call_of, stacks_here
 from rlsys.cluster.worker_group import RankDied, RankSilent, WorkerGroup
 from rlsys.config.schema import ClusterConfig, Device, Dtype, RolloutConfig, SearchConfig, SglangConfig, TaskConfig
 from rlsys.data.question import Question
@@ -26,6 +27,7 @@ from rlsys.errors import RunError
 from rlsys.rollout.agent.episode import EngineDied
 from rlsys.rollout.engine import RolloutWorker
 from tests.cluster.toy import Toy
+from tests.support.ports import free_port
 from tests.support.refusals import refused
 from tests.support.runs import LIMIT_S
 from tests.support.tiny_models import POLICY
@@ -90,6 +92,38 @@ async def test_failure_silence_and_death_are_distinguished_and_name_the_rank(
         with pytest.raises(RankDied, match=r"(?s)toy rank 1 .*about to fall over") as died:
             await group.call("die_on", 1)
         assert died.value.rank == 1
+
+
+async def test_rank_that_waits_for_a_stopped_peer_is_located_in_its_collective(
+    bundles: PlacementGroup, tmp_path: Path
+) -> None:
+    group = WorkerGroup.launch("toy", bundles, SEATS, CLUSTER, tmp_path / "logs", stacks=StackWriter(tmp_path))
+    try:
+        await group.build(Toy, [(0,), (1,)], timeout_s=300)
+        await group.call("meet", ("127.0.0.1", free_port()), 2)
+        waiting = asyncio.ensure_future(group.call("reduce"))
+        while not await _in_place(tmp_path / "logs"):
+            await asyncio.sleep(0)
+        group._timeout_s = 0.1  # Calls to a rank run in order, so that this call waits for the collective.
+        with pytest.raises(RankSilent) as silent:
+            await group.call("add", 1)
+        sentence = str(silent.value).partition("\n")[0]
+        assert "toy rank 0 is in all_reduce, called by reduce (" in sentence
+        (folder,) = (tmp_path / STACKS).iterdir()
+        assert str(folder) in sentence
+        assert {"driver", "toy-0", "toy-1"} <= {file.stem for file in folder.iterdir()}
+        assert "it is stopped" in (folder / "toy-1.txt").read_text()
+        assert group.finished == 2 - 1, "only `meet` has finished"
+    finally:
+        group.kill()
+    with pytest.raises(RankDied):
+        await waiting
+
+
+async def _in_place(logs: Path) -> bool:
+    """Return True once rank 0 is in its collective and rank 1 is stopped."""
+    found = await asyncio.to_thread(stacks_here, str(logs))
+    return "all_reduce" in (call_of(found["toy-0"]) or "") and "it is stopped" in found["toy-1"]
 
 
 @pytest.mark.parametrize("known", [False, True])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -41,6 +42,26 @@ class Toy:
 
     def nccl_settings(self) -> dict[str, str]:
         return {name: value for name, value in os.environ.items() if name.startswith("NCCL_") and "IFNAME" not in name}
+
+    def meet(self, address: tuple[str, int], size: int) -> None:
+        """Join a gloo group."""
+        import torch.distributed as dist
+
+        store = dist.TCPStore(*address, size, is_master=self.rank == 0)
+        dist.init_process_group("gloo", store=store, rank=self.rank, world_size=size)
+
+    def reduce(self) -> None:
+        """Wait in a collective for rank 1, which stops."""
+        import torch
+
+        if self.rank == 1:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        torch.distributed.all_reduce(torch.ones(1))
+
+    def compute(self) -> None:
+        """Never return."""
+        while True:
+            self.rank += 0
 
     def spawn(self) -> int:
         """Start a process in its own session, so that it would outlive this worker; return its id."""

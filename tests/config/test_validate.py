@@ -32,6 +32,7 @@ def keys_of(config: RunConfig) -> set[str]:
 
 
 CALL = "cluster.call_timeout_s"
+STAGE = "cluster.stage_timeout_s"
 SPOILT: dict[str, dict[str, tuple[str, Code]]] = {
     "numbers, batches and sizes": {
         "trainer.schedule={kind: async, max_staleness: -1}": ("trainer.schedule.max_staleness", "out_of_range"),
@@ -87,6 +88,10 @@ SPOILT: dict[str, dict[str, tuple[str, Code]]] = {
     },
     "an update that waits for episodes": {
         f"trainer.schedule={{kind: async, on_update: finish}}|{CALL}=500": (CALL, "conflict"),
+        f"{STAGE}.training=1801": (f"{STAGE}.training", "conflict"),
+    },
+    "a switch that waits for episodes": {
+        f"trainer.schedule={{kind: async, on_update: finish}}|{STAGE}.sync=600": (f"{STAGE}.sync", "conflict"),
     },
 }
 
@@ -142,7 +147,7 @@ def test_either_way_out_of_a_contradiction_is_accepted(tiny_run: TinyRun) -> Non
     layout = (APART, "actor.parallel.pp=2", "actor.parallel.pp_layers=[1,3]")
     validate(tiny_run(*APPEND, *layout, "algorithm.kl_coef=0", "eval.samples=4", "eval.temperature=0.5"))
     validate(tiny_run("eval.samples=4", "compat.sampled_validation=true", "trainer.mini_batches=5"))
-    validate(tiny_run("trainer.schedule.kind=async", f"{CALL}=500"))
+    validate(tiny_run("trainer.schedule.kind=async", f"{CALL}=500", f"{STAGE}.sync=500"))
     tools = "task.tools=[rlsys.rollout.tools.calculator.Calculator]"
     config = tiny_run(tools, "search.enabled=false", "search.index=null", "task.agent.invalid_message=Answer.")
     validate(config)

@@ -18,6 +18,7 @@ from rlsys.config.algorithm import AlgorithmConfig
 from rlsys.config.schema import GuardsConfig, RunConfig, TrackingConfig
 from rlsys.data.trajectory import Group
 from rlsys.observe.environment import read_launches
+from rlsys.observe.faults import FaultKind, Outcome
 from rlsys.observe.guards import Alarm
 from rlsys.observe.kept import trajectory_steps, write_row
 from rlsys.observe.records import read_metrics
@@ -170,7 +171,10 @@ def test_spans_are_kept_on_disk_and_traced_for_the_last_steps(tmp_path: Path, mo
     for step in range(2, 42):
         run.step(step)
     assert spans_in_memory() - before < 10
-    assert run.record.summary(0)["seconds"] == {"step": 41.0, "train": 41.0}
+    run.record.faults.end(run.record.faults.begin("engine 1", FaultKind.died, ""), Outcome.given_up, "")
+    summary = run.record.summary(0)
+    assert summary["seconds"] == {"step": 41.0, "train": 41.0}
+    assert (summary["faults"]["count"], summary["faults"]["given_up"]) == (1, 1)
     run.record.close()
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     assert [(event["name"], event["ts"]) for event in events if event["ph"] == "X"] == [

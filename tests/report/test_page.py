@@ -13,7 +13,7 @@ from tests.report.watch.test_server import watching
 from tests.support.answers import answered, asked
 from tests.support.browser import DESKTOP, PHONE, Look, browser, look
 from tests.support.growing_run import add_evaluation, add_step, write_run, write_status
-from tests.support.made_run import Maker, Size, add_measured, made_run
+from tests.support.made_run import Maker, Size, add_faults, add_measured, made_run
 
 __all__ = ["browser", "look"]
 
@@ -101,6 +101,25 @@ def test_trajectory_is_shown_token_by_token(run: RunFolder, report: Path, look: 
     assert "colour=ratio" in page.url
     page.go_back()
     expect(page).to_have_url(re.compile(rf"trajectory={number}\b"))
+    assert opened.problems == []
+
+
+def test_faults_have_a_table_and_mark_their_steps(tmp_path: Path, look: Look) -> None:
+    run = made_run(tmp_path / "run", Maker(Size(steps=5)))
+    add_faults(run, part=EVIL[0], detail="; ".join(EVIL))
+    opened = look(write_report([open_run(run)]))
+    page = opened.page
+    page.get_by_role("link", name=re.compile("3 faults: 1 recovered within 12.5.s, 1 given up, 1 not over")).click()
+    rows = page.get_by_role("region", name="Faults").locator("tbody tr")
+    expect(rows).to_have_count(3)
+    for row, text in zip(rows.all(), ("restarted at version 1", "given up", "not over"), strict=True):
+        expect(row).to_contain_text(text)
+    expect(rows.first).to_contain_text(EVIL[0])
+    expect(page.locator(".bar .mark")).to_have_count(3)
+    marked = page.locator(".bar", has=page.locator(".mark"))
+    labels = [bar.get_attribute("aria-label") or "" for bar in marked.all()]
+    assert [label.split(",")[0] for label in labels] == ["step 1", "step 2", "step 3"]
+    assert page.title() != "owned"
     assert opened.problems == []
 
 

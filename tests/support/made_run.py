@@ -11,6 +11,7 @@ import yaml
 
 from rlsys.apps.evaluation.results import RESULTS, write_results
 from rlsys.observe.environment import Launch
+from rlsys.observe.faults import FAULTS, FaultKind, FaultLog, Outcome
 from rlsys.observe.kept import TrajectoryRecord, TurnRecord, write_trajectories
 from rlsys.observe.metrics import UNITS
 from rlsys.observe.records import TIMELINE, LineLog, timeline_row
@@ -202,6 +203,22 @@ def made_run(folder: Path, maker: Maker | None = None, **settings: Any) -> Path:
 
 def _write_lines(file: Path, rows: Sequence[dict[str, Any]]) -> None:
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def add_faults(run: Path, *, part: str = "engine 1", detail: str = "SIGKILL; 3 prompt groups run again") -> Path:
+    """Write three faults into `run`: one recovered after 12.5 s, one given up after 60 s, one not over. Returns the file."""
+    now = [DAY + 20.0]
+    log = FaultLog(run / FAULTS, lambda: now[0])
+    ends = ((12.5, Outcome.recovered, "restarted at version 1"), (60.0, Outcome.given_up, "no answer"), (0.0, None, ""))
+    names = (part, "search server", "actor rank 0")
+    for step, (name, kind, (seconds, outcome, ending)) in enumerate(zip(names, FaultKind, ends, strict=True), 1):
+        log.step = step
+        fault = log.begin(name, kind, detail)
+        now[0] += seconds
+        if outcome is not None:
+            log.end(fault, outcome, ending)
+    log.close()
+    return run / FAULTS
 
 
 def add_measured(run: Path, name: str, *answers: Answered, **settings: Any) -> Path:

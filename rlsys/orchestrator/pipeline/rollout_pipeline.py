@@ -303,6 +303,14 @@ class RolloutPipeline:
         """Admit groups for which the generator has room again; call it when the generator's `capacity` grows."""
         self._changed.set()
 
+    @property
+    def progress(self) -> tuple[int, ...]:
+        """Numbers that change whenever a prompt group reaches another stage, and whenever the version does."""
+        scheduler = self.scheduler
+        counts = (len(self._rolling), len(self._rewarding), len(self._rewarded), len(self._scoring), len(self._scored))
+        ended = sum(scheduler.dropped.values())
+        return (scheduler.version, scheduler.published, scheduler.outstanding_count, ended, *counts)
+
     def show_rollouts(self) -> None:
         """Refresh the rollout status while groups roll: the generator's `waits_for` changes without an event here."""
         if self._rolling and not self._stopping:

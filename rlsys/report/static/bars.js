@@ -34,8 +34,8 @@ export function shareBar(parts, { label, format, keys = true }) {
       h("span", { class: "n" }, `${share(part.value / total)} · ${format(part.value)}`)))));
 }
 
-// Bars side by side, in the given order: [{label, title, parts: [{name, value, colour}]}]; neighbours are averaged if there
-// are more bars than fit. A click or Enter calls `chosen(index)`.
+// Bars side by side, in the given order: [{label, title, parts: [{name, value, colour}], marks: [text]}]; neighbours are
+// averaged if there are more bars than fit, and a bar with marks has a triangle above it. A click or Enter calls `chosen(index)`.
 export function stackedBars({ bars, format, height = 220, label, chosen, selected }) {
   if (!bars.length) return null;
   const box = h("div", { class: "plot", tabindex: 0, role: chosen ? "listbox" : "img", id: `plot-${label.replace(/\W+/g, "-")}`, style: { "min-height": `${height}px` },
@@ -53,7 +53,7 @@ function together(bars, most) {
   for (let start = 0; start < bars.length; start += size) {
     const some = bars.slice(start, start + size);
     const parts = some[0].parts.map((part, place) => ({ ...part, value: some.reduce((sum, bar) => sum + bar.parts[place].value, 0) / some.length }));
-    groups.push({ ...some[0], title: some.length > 1 ? `steps ${some[0].label} to ${some.at(-1).label}, mean` : some[0].title, parts, from: start, to: start + some.length });
+    groups.push({ ...some[0], title: some.length > 1 ? `steps ${some[0].label} to ${some.at(-1).label}, mean` : some[0].title, parts, marks: some.flatMap((bar) => bar.marks ?? []), from: start, to: start + some.length });
   }
   return groups;
 }
@@ -63,7 +63,8 @@ function drawBars(chart, width) {
   const { height, format } = chart;
   const inner = width - MARGIN.left - MARGIN.right;
   const bars = together(chart.bars, Math.max(1, Math.floor(inner / 4)));
-  const high = Math.max(...bars.map((bar) => bar.parts.reduce((sum, part) => sum + part.value, 0))) * 1.03 || 1;
+  const headroom = bars.some((bar) => bar.marks?.length) ? 1.1 : 1.03;
+  const high = Math.max(...bars.map((bar) => bar.parts.reduce((sum, part) => sum + part.value, 0))) * headroom || 1;
   const slot = inner / bars.length, thick = Math.max(1, Math.min(64, slot * (slot > 8 ? 0.8 : 1) - (slot > 3 ? 0.5 : 0)));
   const y = (value) => height - MARGIN.bottom - (value / high) * (height - MARGIN.top - MARGIN.bottom);
   const isSelected = (bar) => chart.selected !== undefined && chart.selected >= bar.from && chart.selected < (bar.to ?? bar.from + 1);
@@ -76,13 +77,14 @@ function drawBars(chart, width) {
   for (const [place, bar] of bars.entries()) {
     const left = MARGIN.left + slot * place + (slot - thick) / 2;
     let below = 0;
-    const option = chart.chosen && { role: "option", id: `${chart.box.id}-${place}`, "aria-label": bar.title, "aria-selected": String(isSelected(bar)) };
+    const option = chart.chosen && { role: "option", id: `${chart.box.id}-${place}`, "aria-label": [bar.title, ...(bar.marks ?? [])].join(", "), "aria-selected": String(isSelected(bar)) };
     const group = svg("g", { class: isSelected(bar) ? "bar selected" : "bar", ...option });
     for (const part of bar.parts) {
       if (!(part.value > 0)) continue;
       add(group, svg("rect", { x: left, width: thick, y: y(below + part.value), height: Math.max(0, y(below) - y(below + part.value)), fill: part.colour }));
       below += part.value;
     }
+    if (bar.marks?.length) add(group, svg("text", { class: "mark", x: left + thick / 2, y: y(below) - 3, "text-anchor": "middle" }, "▼"));
     if (place % every === 0) add(group, svg("text", { class: "tick", x: left + thick / 2, y: height - 5, "text-anchor": "middle" }, bar.label));
     add(root, group);
   }
@@ -96,6 +98,7 @@ function read(chart, place, x, y) {
   const bar = chart.drawn[place];
   const total = bar.parts.reduce((sum, part) => sum + part.value, 0);
   const rows = bar.parts.filter((part) => part.value > 0).map((part) => [part.name, `${chart.format(part.value)} · ${share(part.value / total)}`, part.colour]);
+  for (const text of bar.marks ?? []) rows.push([text, "▼"]);
   showTip(x, y, tipRows(bar.title, rows));
   for (const [number, group] of [...chart.box.querySelectorAll(".bar")].entries()) group.classList.toggle("read", number === place);
 }

@@ -12,6 +12,7 @@ import { tokens } from "./tokens.js";
 import { trajectories } from "./trajectories.js";
 import { evaluations } from "./evaluations.js";
 import { setup } from "./setup.js";
+import { faultLine, openFaults } from "./faults.js";
 
 const VIEWS = {
   overview: ["Overview", overview],
@@ -68,6 +69,8 @@ function liveLine() {
       add(line, h("b", {}, `step ${status.step} of ${status.steps}`));
       for (const [group, one] of Object.entries(status.states ?? {}))
         add(line, h("span", {}, h("b", {}, group), ` ${one.text} `, h("small", {}, since(Date.now() / 1000 - one.since))));
+      for (const fault of openFaults(run, status))
+        add(line, h("b", { class: "bad" }, `${faultLine(fault)} ${since(Date.now() / 1000 - fault.began_s)} ago`));
       if (silent > 30) add(line, h("b", { class: "bad" }, `The run has written no status for ${since(silent)}.`));
     }
   };

@@ -8,6 +8,7 @@ import { causeBar } from "./times.js";
 import { sampledTokens } from "./tokens.js";
 import { card } from "./trajectories.js";
 import { sourcesOf } from "./evaluations.js";
+import { faultSentence } from "./faults.js";
 import { link, runOf } from "./state.js";
 
 // [title, note, metrics drawn if present (with several runs only the first), their labels]
@@ -58,6 +59,8 @@ function sentence(run) {
   const alarms = Object.entries(run.metrics).filter(([name, values]) => name.startsWith("guard/") && values.some((one) => one > 0));
   for (const [name, values] of alarms)
     parts.push(h("b", { class: "bad" }, `Guard alarm: ${name.slice(6).replaceAll("_", " ")}, first at step ${run.steps[values.findIndex((one) => one > 0)]}. `));
+  const faults = faultSentence(run);
+  if (faults) parts.push(h("a", { href: link({ view: "time" }) }, faults), ". ");
   return h("p", { class: "lede" }, parts.length ? parts : "No step is recorded yet.");
 }
 
@@ -133,6 +136,7 @@ function compared(runs) {
     ["generated tokens per second", number, throughput],
     ["actor busy", share, atWork],
     ["staleness", number, (run) => weighted(run.metrics["staleness/mean"], sampledTokens(run))],
+    ["faults", number, (run) => (run.faults.length || null)],
     ["phase", String, (run) => run.life.phase],
     ["begun", date, (run) => run.lives[0]?.begun],
   ].filter(([, , pick]) => runs.some((run) => pick(run) !== null && pick(run) !== undefined));

@@ -3,6 +3,7 @@
 import { h, hideTip, readByKeys, showTip, table, tipRows } from "./dom.js";
 import { plural, seconds, share } from "./format.js";
 import { shareBar, stackedBars } from "./bars.js";
+import { faultSection, faultsOf } from "./faults.js";
 import { go, link, runOf } from "./state.js";
 
 function colour(activity, waiting) {
@@ -28,18 +29,19 @@ export function times(all, now) {
   const run = all.runs[runOf(all, now)];
   const report = run.time;
   if (!report || !report.steps.length)
-    return h("p", { class: "note" }, "No time breakdown: timeline.jsonl is missing or has no step (older runs do not write it).");
+    return [h("p", { class: "note" }, "No time breakdown: timeline.jsonl is missing or has no step (older runs do not write it)."), faultSection(run)];
   const groups = Object.keys(report.groups);
   const group = groups.includes(now.group) ? now.group : groups.includes("actor") ? "actor" : groups[0];
   const at = Math.max(0, report.steps.findIndex((step) => String(step.step) === now.step));
-  const bars = report.steps.map((step) => ({ label: String(step.step), title: `step ${step.step}, ${seconds(step.seconds)}`, parts: partsOf(report, step.groups[group]) }));
+  const bars = report.steps.map((step) => ({ label: String(step.step), title: `step ${step.step}, ${seconds(step.seconds)}`, parts: partsOf(report, step.groups[group]), marks: faultsOf(run, step.step) }));
   const choose = (name) => h("a", { id: `group-${name}`, href: link({ view: "time", group: name }, ["run", "step"]), "aria-current": name === group ? "true" : null }, name);
   return [
     h("section", {}, h("h2", {}, "Each group, all steps"), h("p", { class: "lede" }, report.sentences.at(-1)), eachGroup(report),
       h("p", { class: "soft" }, "Full colours are work. Pale colours are waiting, in the colour of the activity running meanwhile.")),
     all.runs.length > 1 && sideBySide(all.runs, group),
     h("section", {}, h("h2", {}, "Each step of the ", h("span", { class: "choice", role: "group", "aria-label": "Group" }, groups.map(choose)), " group"),
-      stackedBars({ bars, format: seconds, label: `Seconds of each step of the ${group} group, by work and waits`, selected: at, chosen: (place) => go({ view: "time", group, step: report.steps[place].step }) }), totals(report, group)),
+      stackedBars({ bars, format: seconds, label: `Seconds of each step of the ${group} group, by work and waits`, selected: at, chosen: (place) => go({ view: "time", group, step: report.steps[place].step }) }), run.faults.length > 0 && h("p", { class: "soft" }, h("span", { class: "bad" }, "▼"), " marks a step in which something failed."), totals(report, group)),
+    faultSection(run),
     path(report, at, group),
   ];
 }

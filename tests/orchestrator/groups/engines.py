@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from rlsys.cluster.worker_group import RankDied, RankSilent
@@ -136,6 +136,12 @@ class Engines:
         if not done:
             raise RankSilent(f"waited {limit:.0f} s for rollout rank {index} to finish {method}.", index)
         return call.result()
+
+    async def located(self, ranks: Sequence[Worker]) -> str:
+        self.breaches += [
+            f"the stacks of engine {worker.number} are read after its end" for worker in ranks if worker.killed
+        ]
+        return "its stacks are written"
 
     def kill_rank(self, index: int) -> None:
         self.ranks[index].killed = True

@@ -12,10 +12,13 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from rlsys.observe.faults import FAULTS
 from rlsys.observe.run_folder import open_run
 from rlsys.report.run_model import Phase, RunLiveness
 from rlsys.report.watch import LiveRun, create_app, exposition
+from tests.support.damage import DAMAGES
 from tests.support.growing_run import EVIL, add_evaluation, add_step, write_run, write_status
+from tests.support.made_run import add_faults
 
 LOADS = 40
 """Larger than the number of threads of a process."""
@@ -174,3 +177,30 @@ def test_prometheus_figures_of_a_running_run(tmp_path: Path) -> None:
     assert not {"correction/ess", "idle/actor", "engine/0/requests"} & figures.keys(), (
         "figures that are null or have their own metric"
     )
+
+
+def test_faults_are_counted_by_outcome_and_the_current_launch_shows_how_long_one_lasts(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run")
+    file = add_faults(folder, part="engine \ud83d")
+    run = LiveRun(folder)
+    assert any(FAULTS in name for name, *_ in run.version()[1]), "a fault renews the page"
+    (unfinished,) = [fault for fault in open_run(folder).faults if fault.outcome is None]
+
+    def figures(begun: float, phase: Phase) -> dict[str, dict[str, float]]:
+        write_status(folder, begun=begun)
+        text = exposition(open_run(folder), RunLiveness(phase, ""), unfinished.began_s + 5).decode()
+        families = {family.name: family for family in text_string_to_metric_families(text)}
+        return {
+            name: {"/".join(sorted(sample.labels.values())): sample.value for sample in families[name].samples}
+            for name in ("rlsys_run_faults", "rlsys_fault_open_seconds")
+        }
+
+    counts = {"recovered": 1, "given_up": 1, "unfinished": 1}
+    assert figures(0, Phase.running) == {
+        "rlsys_run_faults": counts,
+        "rlsys_fault_open_seconds": {"actor rank 0/unreachable": 5},
+    }
+    for begun, phase in ((0, Phase.finished), (unfinished.began_s + 1, Phase.running)):
+        assert figures(begun, phase)["rlsys_fault_open_seconds"] == {}
+    DAMAGES["cut"](file)
+    assert figures(0, Phase.running)["rlsys_run_faults"] == dict.fromkeys(counts, 0)
