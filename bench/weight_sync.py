@@ -41,7 +41,7 @@ from rlsys.cluster.runtime import ray_runtime
 from rlsys.cluster.worker_group import WorkerGroup
 from rlsys.config.schema import ClusterConfig, Device, Dtype, Layers, ModelConfig, ParallelConfig, SyncMode
 from rlsys.observe.spans import Tracer
-from rlsys.orchestrator.weight_sync import WeightSync
+from rlsys.orchestrator.weight_sync import SyncReport, WeightSync
 from rlsys.weights.transport import (
     Bucket,
     BucketHandle,
@@ -299,15 +299,16 @@ async def row(
     await sync.send(0)
     copies: list[float] = []
     times: list[dict[str, float]] = []
+    reports: list[SyncReport] = []
     for version in range(1, REPEATS + 1):
         await asyncio.gather(actor.call("times"), receivers.tell("times"))
         copies += await actor.call("plain_copy")
-        await sync.send(version)
+        reports.append(await sync.send(version))
         (sent,), received = await asyncio.gather(actor.call("times"), receivers.tell("times"))
         slowest = {name: max(one[name] for one in received) for name in ("receive", "check")}
         times.append({**sent, **slowest})
     sync.close()
-    fastest, time_of = min(zip(sync.reports[1:], times, strict=True), key=lambda pair: pair[0].transfer_s)
+    fastest, time_of = min(zip(reports, times, strict=True), key=lambda pair: pair[0].transfer_s)
     return Row(
         dtype=str(dtype),
         mode=str(mode),

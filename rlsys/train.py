@@ -91,7 +91,7 @@ async def train(
             status.show("waits for the evaluation", *run.groups.trained)
             await run.evaluate_reference(steps)
         run.log.samples(groups)
-        summary = run.log.summary(len(run.weights.reports))
+        summary = run.log.summary(run.weights.activated)
     summary["checkpoint"] = str(run.saver.newest / "actor") if run.saver.newest else None
     write_summary(run_dir / "summary.json", summary)
     return summary

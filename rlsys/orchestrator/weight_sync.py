@@ -135,7 +135,7 @@ class WeightSync:
         self._deferred, self._immediate = tuple(receivers), tuple(immediate)
         self._cluster = cluster
         self._folder = run_dir / "weights"
-        self._tracer, self._onload, self._activated = tracer, onload, activated
+        self._tracer, self._onload, self._on_activated = tracer, onload, activated
         self._members: tuple[str, ...] = ()
         """Names of the processes that the transport connects."""
         self._meetings: list[Meeting] = []
@@ -146,8 +146,10 @@ class WeightSync:
         """Report of the version that is pushed but not activated yet."""
         self._switched = asyncio.Event()
         self._switched.set()
-        self.reports: list[SyncReport] = []
-        """Reports of the activated versions, in order."""
+        self.activated = 0
+        """Number of activations that have ended."""
+        self._last: SyncReport | None = None
+        """Report of the version that was activated last."""
 
     async def push(self, version: int) -> SyncReport:
         """Send the sender's weights to every receiver as `version`, bringing colocated groups onto their devices first.
@@ -179,12 +181,12 @@ class WeightSync:
             with self._tracer.span("sync.switch", step=version):
                 await together(*(receiver.finish_update(version, held.digest) for receiver in self._deferred))
             report = replace(held, switch_s=time.perf_counter() - started)
-            self.reports.append(report)
+            self.activated, self._last = self.activated + 1, report
             self._transferred = None
             status.show("waits for training", "sync")
         finally:
             self._switched.set()
-        self._activated(version)
+        self._on_activated(version)
         return report
 
     async def send(self, version: int) -> SyncReport:
@@ -197,7 +199,7 @@ class WeightSync:
 
         Until that version is active, `time/sync_switch` is the duration of the previous switch.
         """
-        last = self.reports[-1] if self.reports else None
+        last = self._last
         if self._transferred is None:
             return last.figures() if last else {}
         return replace(self._transferred, switch_s=last.switch_s if last else 0.0).figures()

@@ -141,7 +141,7 @@ async def test_transfer_waits_for_the_previous_switch(events: list[str], tmp_pat
     assert switching.done()
     assert events.index("rollout uses 1 digest") < events.index("rollout begins 2")
     await sync.activate(2)
-    assert [report.version for report in sync.reports] == [1, 2]
+    assert sync.activated == 2
     (tmp_path / "weights").mkdir()
     sync.close()
     assert not (tmp_path / "weights").exists()

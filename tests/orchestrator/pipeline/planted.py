@@ -31,12 +31,18 @@ def bug(name: str, broken: Broken, method: Callable[..., Any], old: str, new: st
 def _planted(method: Callable[..., Any], old: str, new: str) -> Parts:
     """Return the classes of a run, one of them with the text `old` of `method` replaced by `new`."""
     (part,) = [part for part in PARTS if vars(part).get(method.__name__) is method]
+    planted = {method.__name__: rewritten(method, old, new)}
+    return Parts(**{PARTS[part]: type(f"Planted{part.__name__}", (part,), planted)})
+
+
+def rewritten(method: Callable[..., Any], old: str, new: str) -> Callable[..., Any]:
+    """Return `method` with the text `old`, which it has once, replaced by `new`."""
     source = dedent(inspect.getsource(method))
     assert source.count(old) == 1, f"{method.__qualname__} has not one {old!r}"
     code = compile("from __future__ import annotations\n" + source.replace(old, new), "planted", "exec")
-    methods: dict[str, Any] = {}
-    exec(code, vars(sys.modules[part.__module__]), methods)
-    return Parts(**{PARTS[part]: type(f"Planted{part.__name__}", (part,), methods)})
+    found: dict[str, Any] = {}
+    exec(code, vars(sys.modules[method.__module__]), found)
+    return found[method.__name__]
 
 
 PLANTED = [

@@ -79,6 +79,8 @@ class Script:
     """Stage -> typical seconds of a call."""
     deaths: Sequence[tuple[float, int]] = ()
     """(time, engine) of each death."""
+    last_may_die: bool = False
+    """True if the last engine dies too, which ends the run."""
     poisoned: frozenset[str] = frozenset()
     """Questions whose groups are always lost."""
     ending: str = "finish"
@@ -180,9 +182,13 @@ class Script:
                 script.fails = (pick(WORKERS), rng.randint(1, 6))
         return script
 
+    def chance(self, share: float) -> bool:
+        """Return True in a random `share` of the calls."""
+        return self.rng.random() < share
+
     def duration_s(self, stage: str) -> float:
         """Return a random number of seconds for one call of `stage`."""
-        scale, luck = self.scale_s[stage], self.rng.random()
+        scale, luck = self.scale_s["update" if stage == "close" else stage], self.rng.random()
         if luck < 0.2:
             return 0.0
         if luck < 0.5:

@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from rlsys.data.question import PromptSource, SourceState
 from rlsys.errors import root_cause
 from rlsys.observe import status
+from rlsys.orchestrator.engine_pool import NoEngineLeft
 from rlsys.orchestrator.pipeline.rollout_pipeline import (
     MAX_LOSSES,
     Handlers,
@@ -81,6 +82,8 @@ class Simulation:
         self.saved: Saved | None = None
         """State that this life has saved; None before its save."""
         self._moment, self._killed = moment, False
+        self.ended_early = False
+        """True if the run ended because no engine was left."""
         self.questions = [question(number) for number in range(script.questions)]
         self.prompts = parts.prompts(self.questions, 0, saved.state.prompts if saved else None)
         self.engines = Engines(script, record)
@@ -209,7 +212,7 @@ class Simulation:
         """Check that every prompt is accounted for at the end of the run."""
         record, script = self.record, self.script
         record.hold(Property.once, not record.open, f"{record.open} are neither trained nor dropped")
-        if script.ending == "finish":
+        if script.ending == "finish" and not self.ended_early:
             record.hold(Property.step, record.version == script.steps, f"{record.version} steps were closed")
         counted = Counter(reason for _, reason in record.dropped)
         record.hold(Property.once, self.scheduler.dropped == counted, f"counted {self.scheduler.dropped}")
@@ -227,11 +230,19 @@ class Simulation:
         return count + Counter({uid: max(0, lost - MAX_LOSSES + 1) for uid, lost in losses.items()})
 
 
-def _live(simulation: Simulation) -> None:
+Runner = Callable[[Simulation], None]
+"""Runs `Simulation.drive`, and calls `check_idle` whenever all tasks wait."""
+
+
+def _virtually(simulation: Simulation) -> None:
+    run_virtually(simulation.drive(), MOST_TURNS, simulation.check_idle)
+
+
+def live(simulation: Simulation, runner: Runner = _virtually) -> None:
     """Run the simulation to its end or kill. A failed worker's error must end the run; other errors are raised."""
     script, record = simulation.script, simulation.record
     try:
-        run_virtually(simulation.drive(), MOST_TURNS, simulation.check_idle)
+        runner(simulation)
     except HangError:
         raise Breach(Property.deadlock, f"at step {record.version}") from None
     except EndlessError:
@@ -239,7 +250,9 @@ def _live(simulation: Simulation) -> None:
     except ExceptionGroup as group:
         error = record.broken or root_cause(group)
         stopped = script.ending == "stop" and record.over and isinstance(error, RuntimeError)
-        if not stopped and not isinstance(error, Failure):
+        if isinstance(error, NoEngineLeft) and not simulation.engines.router.living:
+            simulation.ended_early = True
+        elif not stopped and not isinstance(error, Failure):
             raise error from None
     else:
         assert not record.failed, "the failure of a worker did not end the run"
@@ -248,7 +261,7 @@ def _live(simulation: Simulation) -> None:
 def simulate(seed: int, parts: Parts = Parts()) -> Simulation:
     """Run the script of `seed`. Raises Breach."""
     simulation = Simulation(Script.seeded(seed), parts)
-    _live(simulation)
+    live(simulation)
     simulation.check_end()
     return simulation
 
@@ -269,14 +282,14 @@ def simulate_lives(
         delay = rng.choice([0.0, rng.random(), 20 * rng.random()])
         moment = Moment(steps, steps == done or rng.random() < 0.7, delay)
         lives.append(Simulation(script, parts, saved, moment))
-        _live(lives[-1])
+        live(lives[-1])
         saved = lives[-1].saved
         assert saved is not None
         saved, done = replace(saved, state=through(saved.state)), saved.record.version
     if rng.random() < 0.5:
         script.steps = min(done + 1, script.steps)
     lives.append(Simulation(script, parts, saved))
-    _live(lives[-1])
+    live(lives[-1])
     lives[-1].check_end()
     return lives
 

@@ -59,7 +59,8 @@ class _Engine:
     version: int = 0
     updating: bool = False
     alive: bool = True
-    plays: set[_Play] = field(default_factory=set)
+    plays: dict[_Play, None] = field(default_factory=dict)
+    """Groups in the order in which they began; an ordered set, so that a run can be repeated."""
     held_back: list[_Play] = field(default_factory=list)
 
 
@@ -150,9 +151,9 @@ class Engines(_Worker):
         except asyncio.CancelledError:
             if play is not None:
                 self._end(play)
-                if self.script.rng.random() < 0.5:
+                if self.script.chance(0.5):
                     await self.script.pause("abort")
-                if self.script.rng.random() < 0.2:
+                if self.script.chance(0.2):
                     return play.trajectories()
             raise
         finally:
@@ -178,8 +179,8 @@ class Engines(_Worker):
                 tasks.create_task(self._switch(engine, version))
 
     def kill(self, number: int) -> None:
-        """Kill an engine unless it is the last one. Its groups may still answer, which is too late."""
-        if len(self.router.living) == 1 or number not in self.router.living:
+        """Kill an engine, the last one only if the script says so. Its groups may still answer, which is too late."""
+        if number not in self.router.living or (len(self.router.living) == 1 and not self.script.last_may_die):
             return
         engine = self._engines[number]
         engine.alive = False
@@ -188,7 +189,7 @@ class Engines(_Worker):
             self._fail(int(key), EngineDied(f"engine {number}"))
         for key, reason in orphans.lost.items():
             self._fail(int(key), GroupLost(key, LostReason.engine_died, reason))
-        if self.script.rng.random() < 0.5:
+        if self.script.chance(0.5):
             for play in [*engine.plays]:
                 self._end(play)
         engine.plays.clear()
@@ -216,7 +217,7 @@ class Engines(_Worker):
         if play.engine.updating:
             play.engine.held_back.append(play)
             return
-        play.engine.plays.add(play)
+        play.engine.plays[play] = None
         self._play_turn(play)
 
     def _play_turn(self, play: _Play) -> None:
@@ -241,7 +242,7 @@ class Engines(_Worker):
 
     def _end(self, play: _Play) -> None:
         play.aborted = True
-        play.engine.plays.discard(play)
+        play.engine.plays.pop(play, None)
         self._changed.set()
 
     def _fail(self, number: int, error: Exception) -> None:
@@ -249,7 +250,7 @@ class Engines(_Worker):
             self._answers[number].set_exception(error)
 
     async def _switch(self, engine: _Engine, version: int) -> None:
-        await self.script.pause("update")
+        await self.script.pause("close")
         if not engine.alive:
             return
         self.router.close(engine.number)
@@ -262,7 +263,9 @@ class Engines(_Worker):
         engine.version, engine.updating = version, False
         self.router.reopen(engine.number)
         held_back, engine.held_back = engine.held_back, []
-        for play in engine.plays.difference(held_back):  # Only if episodes continue; their turns do too.
+        for play in [
+            one for one in engine.plays if one not in held_back
+        ]:  # Only if episodes continue; their turns do too.
             play.versions[-1] += (version,)
         for play in held_back:
             self._start(play)
@@ -339,7 +342,7 @@ class Devices:
         self.pending.update(groups)
         if self._offload:
             await self._offload.onload(*groups)
-        elif self.script.rng.random() < 0.1:
+        elif self.script.chance(0.1):
             await self.script.pause("devices")
         self.pending.subtract(groups)
 
@@ -354,15 +357,15 @@ class Devices:
 class Handling(_Worker):
     async def reward(self, question: Question, trajectories: Sequence[Trajectory]) -> Group:
         """Reward episodes; in some groups all rewards are equal. May take long; a cancelled call may end slowly."""
-        flat = self.script.rng.random() < self.script.flat
+        flat = self.script.chance(self.script.flat)
         samples = tuple(rewarded(one, 0.0 if flat else float(one.sample)) for one in trajectories)
         with self.record.rewarding(number_of(samples[0]), trajectories):
             try:
                 await self.script.pause("reward")
             except asyncio.CancelledError:
-                if self.script.rng.random() < 0.5:
+                if self.script.chance(0.5):
                     await self.script.pause("abort")
-                if self.script.rng.random() < 0.8:
+                if self.script.chance(0.8):
                     raise
             self.record.fail_if_due("reward")
         return Group(question, samples)
