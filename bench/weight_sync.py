@@ -231,8 +231,7 @@ class Copies:
 
     def __init__(self, workers: WorkerGroup, count: int) -> None:
         self.workers = workers
-        self.living = tuple(range(count))
-        self.deaths = ()
+        self.living = dict.fromkeys(range(count))
 
     async def open_transport(self, specs: Sequence[TransportSpec]) -> None:
         """See `weight_sync.Receiver`."""

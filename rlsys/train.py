@@ -51,7 +51,8 @@ async def train(
     """
     done, steps = origin.state.step if origin else 0, config.trainer.steps
     groups: Sequence[Any] = ()  # Stays empty if a finished run is resumed.
-    async with opened(config, run_dir, origin) as run:
+    async with opened(config, run_dir, origin) as run, asyncio.TaskGroup() as watch:
+        watching = watch.create_task(run.watch())
         await run.weights.push(version=done)
         await run.weights.activate(version=done)
         if run.log.em_of(done) is None and (done in (0, steps) or due(done, config.eval.interval)):
@@ -59,7 +60,6 @@ async def train(
         run.pipeline.publish(version=done)
         async with asyncio.TaskGroup() as background:
             background.create_task(run.pipeline.run())  # Generates and scores until `stop`.
-            watching = background.create_task(run.watch())
             for step in range(done + 1, steps + 1):
                 groups, updates = await run.train_step(step)
                 await run.weights.push(version=step)
@@ -84,7 +84,6 @@ async def train(
                     run.pipeline.publish(version=step)
             status.show("waits for the checkpoint to be written", *run.groups.trained)
             await run.saver.finish()
-            watching.cancel()
             run.pipeline.stop()
         run.log_prompts(steps)
         if config.algorithm.eval_ref_policy:
@@ -92,6 +91,7 @@ async def train(
             await run.evaluate_reference(steps)
         run.log.samples(groups)
         summary = run.log.summary(run.weights.activated)
+        watching.cancel()
     summary["checkpoint"] = str(run.saver.newest / "actor") if run.saver.newest else None
     write_summary(run_dir / "summary.json", summary)
     return summary

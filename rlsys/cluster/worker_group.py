@@ -109,13 +109,15 @@ class WorkerGroup:
         timeout_s: float,
         stage_timeout_s: Mapping[str, float] | None = None,
         stacks: StackWriter | None = None,
+        start: Callable[[int], Rank] | None = None,
     ) -> None:
+        """`start` starts the process of a rank, for `relaunch`."""
         self.name = name
         self.ranks = tuple(ranks)
         self.finished = 0
         """Number of finished calls, without `POLLS`."""
         self._timeout_s, self._stage_timeout_s = timeout_s, stage_timeout_s or {}
-        self._stacks = stacks
+        self._stacks, self._start = stacks, start
 
     @classmethod
     def launch(
@@ -138,8 +140,9 @@ class WorkerGroup:
         machines = hosts_of(bundles) if cluster.nodes > 1 else {}
         pinned = {seat.bundle for seat in seats if seat.pinned and cluster.device is Device.gpu}
         named = device_ids(bundles, pinned, cluster.start_timeout_s)
-        ranks = []
-        for number, seat in enumerate(seats):
+
+        def start(number: int) -> Rank:
+            seat = seats[number]
             log = (log_dir / f"{name}-{number}.log").resolve()
             ids = [named[seat.bundle][device] for device in seat.devices] if seat.bundle in named else None
             options: dict[str, Any] = {"max_concurrency": concurrency} if concurrency else {}
@@ -149,8 +152,19 @@ class WorkerGroup:
             host = AsyncHost if concurrency else SyncHost
             handle = remote_shell(host, within(bundles, seat.bundle), log, environment, **options)
             where = f" (on {machines[seat.bundle]})" if machines else ""
-            ranks.append(Rank(number, f"{name} rank {number}{where}", handle, log))
-        return cls(name, ranks, cluster.call_timeout_s, stage_limits(cluster), stacks)
+            return Rank(number, f"{name} rank {number}{where}", handle, log)
+
+        ranks = [start(number) for number in range(len(seats))]
+        return cls(name, ranks, cluster.call_timeout_s, stage_limits(cluster), stacks, start)
+
+    async def relaunch(self, index: int, factory: Callable[..., Any], arguments: tuple, timeout_s: float) -> None:
+        """Start the process of a rank that was killed again, on the same devices, and create its worker."""
+        if self._start is None:
+            raise RuntimeError(f"The processes of group {self.name} cannot be started again.")
+        rank = self._start(index)
+        self.ranks = (*self.ranks[:index], rank, *self.ranks[index + 1 :])
+        ref = rank.handle.build.remote(factory, *arguments)
+        await self._gather([ref], "to start", timeout_s, [rank])
 
     async def build(self, factory: Callable[..., Any], arguments: Sequence[tuple], timeout_s: float) -> None:
         """Create each rank's worker in its process: `factory(*arguments[rank])`."""

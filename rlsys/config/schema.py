@@ -244,6 +244,9 @@ class EngineConfig:
     """Maximum number of requests decoded at the same time."""
     start_timeout_s: Seconds = 600.0
     """Time limit for an engine to load the model and become ready."""
+    stall_timeout_s: Seconds = 300.0
+    """An engine that generates or takes weights counts as hung, and is restarted, after this time without progress. After
+    half of it the engine gets no new prompt groups. Episodes that wait for a search do not count."""
 
 
 @dataclass
@@ -497,6 +500,11 @@ class ClusterConfig:
     `rollout.episode_timeout_s` if an update waits for episodes (`on_update=finish`) or for their turns (an engine that
     cannot continue them)."""
     stage_timeout_s: StageTimeouts = field(default_factory=StageTimeouts)
+    restarts: Annotated[Whole, Unit("restarts")] = 3
+    """Engines that died or hang are started again, at most this often within `restart_window_s`; then the run goes on
+    without them, and ends with the last one. 0 never does. With `mode=colocated` engines are not restarted."""
+    restart_window_s: Seconds = 3600.0
+    """Time in which the restarts are counted."""
     sync_mode: SyncMode = SyncMode.tensor
     sync_bucket_bytes: Annotated[Count, Unit("bytes")] = 2 * 1024**3
     """Size of one weight bucket; at least the size of the model's largest tensor. Two buckets are in memory at a

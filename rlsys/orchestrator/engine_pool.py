@@ -11,9 +11,9 @@ Contract:
 - `run_group` returns the whole group or raises: `GroupLost` if only this group fails, another RunError if the run
   cannot continue. It makes at most two attempts. Each lasts at most the episode time-out (once per round of episodes)
   plus `MARGIN_S`, a ping, the stacks of an engine that does not answer it, and an abort.
-- An engine is dead once its process has died or a ping times out. It is killed, dropped from the pool and never called
-  again; pending calls to it fail at once. Each of its groups is retried once on another engine, from the progress
-  passed to `run_group`. The run continues while one engine lives.
+- An engine is dead once its process has died, a ping times out or the supervisor finds it hung. It is killed and
+  removed; pending calls to it fail at once. Each of its groups is retried once, on another engine or the next life of
+  this one, from the progress passed to `run_group`. Requests wait while no engine lives but one is started again.
 - When a cancelled `run_group` ends, its engine has ended the group, or has had `ABORT_TIMEOUT_S` to do so.
 
 Engines set aside serve an evaluation while the others roll out. Every engine stages each new version as it arrives. A
@@ -27,10 +27,11 @@ import asyncio
 import contextlib
 import itertools
 import logging
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from math import ceil
 from typing import Any
 
@@ -39,8 +40,10 @@ from rlsys.config.schema import RunConfig
 from rlsys.data.question import Question
 from rlsys.data.trajectory import Trajectory
 from rlsys.errors import RunError
+from rlsys.observe.faults import FaultKind
 from rlsys.observe.metrics import Metric
 from rlsys.observe.spans import Arg, Span, Tracer, episode_spans
+from rlsys.orchestrator.membership import Member, Members, NoEngineLeft, NoneSetAside, Router
 from rlsys.orchestrator.pipeline.rollout_pipeline import GroupLost, LostReason
 from rlsys.rollout.agent.episode import EngineActivity, EngineDied, common_wait
 from rlsys.rollout.agent.tokens import EpisodeProgress
@@ -137,14 +140,13 @@ class EnginePool:
         self._tracer, self._episodes = tracer, episodes
         self._lost: dict[str, str] = {}
         """Keys of groups that have lost two engines -> reason, for the error message."""
-        self._router = Router(len(workers.ranks), self._slots)
-        self._engines = EngineCalls(workers, self._router, self._on_engine_death)
-        self._versions = VersionSwitch(self._engines, self._router, self._advance)
+        self.engines = EngineCalls(workers)
+        self._router = Router(self.engines.members, self._slots)
+        self._versions = VersionSwitch(self.engines, self._router.load)
+        self.engines.subscribe(self._on_change)
         self._reserving = asyncio.Lock()
         """Held while engines are set aside, or kept together by `undivided`."""
-        self.capacity_grew: Callable[[], None] = lambda: None
-        """Called when engines that were set aside take rollouts again."""
-        self._queues: dict[bool, deque[tuple[_Request, asyncio.Future[int]]]] = {False: deque(), True: deque()}
+        self._queues: dict[bool, deque[tuple[_Request, asyncio.Future[Member]]]] = {False: deque(), True: deque()}
         """Queued requests by `_Request.aside`."""
         self._rolling: dict[str, _Request] = {}
         """Rollout groups that have not returned yet, by key."""
@@ -152,19 +154,23 @@ class EnginePool:
         self._counts = _Counts()
 
     @property
-    def living(self) -> tuple[int, ...]:
-        """Ranks of the engines not known to be dead."""
-        return self._router.living
-
-    @property
-    def deaths(self) -> Sequence[asyncio.Future[str]]:
-        """One future per engine, done once the engine is dead."""
-        return self._engines.dead
+    def living(self) -> Mapping[int, asyncio.Future[str]]:
+        """Rank of each living engine -> future that is done once it is gone."""
+        return {one.engine: self.engines.gone(one) for one in self.engines.members.living}
 
     @property
     def capacity(self) -> int:
         """Number of groups that living engines can generate at a time, not counting engines set aside."""
-        return max(1, self._slots // self._samples) * (len(self.living) - len(self._router.aside))
+        return max(1, self._slots // self._samples) * len(self.engines.members.rolling)
+
+    @property
+    def answers(self) -> int:
+        """Number of answers that all engines can generate at a time, also those that are started again; at least 1."""
+        return self._slots * max(1, len(self.engines.members.of_engine))
+
+    def groups_on(self, one: Member) -> int:
+        """Return the number of groups and answers that a member generates now."""
+        return self._router.keys(one)
 
     async def run_group(
         self, question: Question, prompt_group: int, progress: Sequence[EpisodeProgress] = ()
@@ -204,17 +210,19 @@ class EnginePool:
         A group that is queued, or whose engine does not answer in time, has the progress passed to `run_group`.
         """
         keys = list(self._rolling)
-        answers = await asyncio.gather(*(self._progress_on(engine, keys) for engine in self.living))
+        answers = await asyncio.gather(*(self._progress_on(one, keys) for one in self.engines.members.living))
         by_key = {key: progress for answer in answers for key, progress in answer.items()}
         groups = {group.prompt_group: by_key.get(key, group.progress) for key, group in self._rolling.items()}
         return {number: progress for number, progress in groups.items() if number is not None and progress}
 
-    async def refresh_activity(self) -> None:
-        """Update `waits_for` from the activity of the engines; it becomes empty if an engine does not answer."""
-        rolling = [engine for engine in self.living if engine not in self._router.aside]
-        answers = await asyncio.gather(*(self._activity_of(engine) for engine in rolling))
-        known = [activity for activity in answers if activity]
-        self.waits_for = common_wait(known) if len(known) == len(answers) else ""
+    async def activity(self) -> dict[Member, EngineActivity | None]:
+        """Return the activity of each engine that is up, None if it does not answer, and update `waits_for`."""
+        up = self.engines.members.up
+        found = dict(zip(up, await asyncio.gather(*map(self._activity_of, up)), strict=True))
+        rolling = [activity for one, activity in found.items() if one.lives and not one.aside]
+        known = [activity for activity in rolling if activity]
+        self.waits_for = common_wait(known) if len(known) == len(rolling) else ""
+        return found
 
     @asynccontextmanager
     async def reserve(self, engines: int) -> AsyncIterator[ReservedEngines]:
@@ -228,12 +236,9 @@ class EnginePool:
         async with self._reserving:
             taken = await self._versions.set_aside(engines)
             try:
-                yield ReservedEngines(self._slots * len(taken), self._versions.of_engine.get(taken[0]), self)
+                yield ReservedEngines(self._slots * len(taken), taken[0].version, self)
             finally:
-                try:
-                    await self._versions.put_back(taken)
-                finally:
-                    self.capacity_grew()
+                await self._versions.put_back(taken)
 
     @asynccontextmanager
     async def undivided(self) -> AsyncIterator[None]:
@@ -243,12 +248,12 @@ class EnginePool:
 
     async def metrics(self) -> dict[str, float]:
         """Return the pool's counts since the start, and the metrics of each living engine as `engine/N/NAME`."""
-        answers = await self._engines.call_all("metrics")
+        answers = await self.engines.call_all("metrics")
         by_engine = {
             f"engine/{engine}/{name}": value for engine, figures in answers.items() for name, value in figures.items()
         }
         return by_engine | {
-            "rollout/engines": len(self.living),
+            "rollout/engines": len(self.engines.members.living),
             "rollout/requeued_groups": self._counts.requeued,
             "rollout/lost_groups": self._counts.lost,
             "rollout/timed_out_groups": self._counts.timed_out,
@@ -256,7 +261,8 @@ class EnginePool:
 
     async def open_transport(self, specs: Mapping[int, Any]) -> None:
         """Open the transport on each engine in `specs`, unless it has died since."""
-        await self._engines.run_on_all(lambda engine: self._engines.try_call(engine, "open_transport", specs[engine]))
+        members = [one for one in self.engines.members.living if one.engine in specs]
+        await self.engines.run_on(members, lambda one: self.engines.try_call(one, "open_transport", specs[one.engine]))
 
     async def begin_update(self, version: int) -> None:
         """Prepare all engines to receive `version`; they keep generating."""
@@ -264,7 +270,7 @@ class EnginePool:
 
     async def load_bucket(self, bucket: Any) -> None:
         """Stage one bucket on every engine; they keep generating."""
-        await self._engines.call_all("load_bucket", bucket)
+        await self.engines.call_all("load_bucket", bucket)
 
     async def finish_update(self, version: int, digest: str) -> None:
         """Switch every engine not set aside to `version`; each gets new groups again as soon as it has switched.
@@ -276,22 +282,24 @@ class EnginePool:
 
     async def offload(self) -> None:
         """Release every engine's device memory; nothing may be in flight."""
-        await self._engines.call_all("sleep")
+        await self.engines.call_all("sleep")
 
     async def restore(self) -> None:
         """Allocate every engine's device memory again."""
-        await self._engines.call_all("wake")
+        await self.engines.call_all("wake")
 
     async def stop(self, timeout_s: float) -> None:
-        """Ask every living engine to stop. One that dies or is late is only logged; its process is killed anyway."""
+        """Ask every engine that is up to stop. One that dies or is late is only logged; it is killed anyway."""
 
-        async def stop_one(engine: int) -> None:
+        async def stop_one(one: Member) -> None:
             try:
-                await self._engines.call(engine, "stop", timeout_s=timeout_s, ping=False)
+                await self.engines.call(one, "stop", timeout_s=timeout_s, ping=False)
             except (RankDied, EngineDied, RankSilent) as problem:
-                _log.warning("rollout engine %d did not stop by itself: %s", engine, str(problem).partition("\n")[0])
+                _log.warning(
+                    "rollout engine %d did not stop by itself: %s", one.engine, str(problem).partition("\n")[0]
+                )
 
-        await asyncio.gather(*map(stop_one, self.living))
+        await asyncio.gather(*map(stop_one, self.engines.members.up))
 
     async def _run(self, request: _Request) -> Any:
         """Queue the request, run it and return the worker's result, retrying once; see the module's contract."""
@@ -299,37 +307,27 @@ class EnginePool:
         attempt = 1
         try:
             while True:
-                engine = await self._wait_for_engine(request, retry=attempt > 1)
+                one = await self._wait_for_engine(request, retry=attempt > 1)
                 self._counts.requeued += attempt > 1
                 began_ns = self._tracer.now()
                 try:
-                    with self._span(engine, request, attempt):
-                        try:
-                            answer = await self.workers.call_rank(
-                                engine,
-                                request.method,
-                                *request.args,
-                                timeout_s=limit_s,
-                                until=self._engines.dead[engine],
-                            )
-                        except RankSilent as silence:
-                            await self._engines.ping(engine, silence)
-                            raise
+                    with self._span(one, request, attempt):
+                        answer = await self.engines.call(one, request.method, *request.args, timeout_s=limit_s)
                     if request.prompt_group is not None:
                         whole = (began_ns, self._tracer.now())
-                        self._episodes += episode_spans(whole, _lane(engine), {"question": request.uid}, answer)
+                        self._episodes += episode_spans(whole, _lane(one.engine), {"question": request.uid}, answer)
                 except (RankDied, EngineDied) as death:
-                    self._engines.mark_dead(engine, death)
+                    self.engines.lost(one, death)
                 except asyncio.CancelledError:
-                    await self._abort(engine, request.key)
+                    await self._abort(one, request.key)
                     raise
                 except RankSilent as silence:
-                    await self._abort(engine, request.key)
-                    detail = f"engine {engine} did not return it within {limit_s:.0f} s"
+                    await self._abort(one, request.key)
+                    detail = f"engine {one.engine} did not return it within {limit_s:.0f} s"
                     raise self._give_up(request.uid, LostReason.timeout, detail) from silence
                 else:
                     return answer
-                if request.key in self._lost and self.living:
+                if request.key in self._lost and self.engines.members.of_engine:
                     raise self._give_up(request.uid, LostReason.engine_died, self._lost[request.key])
                 attempt += 1
         finally:
@@ -345,26 +343,26 @@ class EnginePool:
         _log.warning("%s", loss)
         return loss
 
-    async def _abort(self, engine: int, key: str) -> None:
+    async def _abort(self, one: Member, key: str) -> None:
         """End a group's episodes on its engine. Best effort: a later call will detect a broken engine."""
         with contextlib.suppress(RunError):
-            await self._engines.call(engine, "abort_group", key, timeout_s=ABORT_TIMEOUT_S, ping=False)
+            await self.engines.call(one, "abort_group", key, timeout_s=ABORT_TIMEOUT_S, ping=False)
 
-    async def _progress_on(self, engine: int, keys: Sequence[str]) -> Mapping[str, tuple[EpisodeProgress, ...]]:
-        """Return key -> progress of the groups in `keys` that `engine` runs; empty if it does not answer."""
+    async def _progress_on(self, one: Member, keys: Sequence[str]) -> Mapping[str, tuple[EpisodeProgress, ...]]:
+        """Return key -> progress of the groups in `keys` that an engine runs; empty if it does not answer."""
         try:
-            progress: dict[str, tuple[EpisodeProgress, ...]] = await self._engines.call(
-                engine, "in_flight", keys, timeout_s=IN_FLIGHT_TIMEOUT_S, ping=False
+            progress: dict[str, tuple[EpisodeProgress, ...]] = await self.engines.call(
+                one, "in_flight", keys, timeout_s=IN_FLIGHT_TIMEOUT_S, ping=False
             )
         except (RankDied, EngineDied, RankSilent):
             return {}
         return progress
 
-    async def _activity_of(self, engine: int) -> EngineActivity | None:
-        """Return the activity of `engine`; None if the call fails."""
+    async def _activity_of(self, one: Member) -> EngineActivity | None:
+        """Return the activity of an engine; None if the call fails."""
         try:
-            activity: EngineActivity = await self._engines.call(
-                engine, "activity", timeout_s=ACTIVITY_TIMEOUT_S, ping=False
+            activity: EngineActivity = await self.engines.call(
+                one, "activity", timeout_s=ACTIVITY_TIMEOUT_S, ping=False
             )
         except RunError:
             return None
@@ -373,18 +371,18 @@ class EnginePool:
     def _key(self, question: Question) -> str:
         return f"{question.uid}~{next(self._serial)}"
 
-    def _span(self, engine: int, request: _Request, attempt: int) -> AbstractContextManager[dict[str, Arg]]:
+    def _span(self, one: Member, request: _Request, attempt: int) -> AbstractContextManager[dict[str, Arg]]:
         facts: dict[str, Arg] = {"step": self.step, "question": request.uid}
-        if engine in self._versions.of_engine:
-            facts["version"] = self._versions.of_engine[engine]
+        if one.version is not None:
+            facts["version"] = one.version
         if attempt > 1:
             facts["attempt"] = attempt
         name = "eval.episode" if request.prompt_group is None else "rollout.group"
-        return self._tracer.span(name, lane=_lane(engine), **facts)
+        return self._tracer.span(name, lane=_lane(one.engine), **facts)
 
-    async def _wait_for_engine(self, request: _Request, retry: bool) -> int:
-        """Queue the request until an engine has room; return the engine. A `retry` goes to the head of the queue."""
-        turn: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+    async def _wait_for_engine(self, request: _Request, retry: bool) -> Member:
+        """Queue the request until an engine has room; return it. A `retry` goes to the head of the queue."""
+        turn: asyncio.Future[Member] = asyncio.get_running_loop().create_future()
         queue = self._queues[request.aside]
         if retry:
             queue.appendleft((request, turn))
@@ -393,9 +391,9 @@ class EnginePool:
         self._advance()
         return await turn
 
-    def _on_engine_death(self, lost: Mapping[str, str]) -> None:
-        """Record the lost groups of a dead engine. If no engine is left, queued requests fail in `_advance`."""
-        self._lost |= lost
+    def _on_change(self, members: Members) -> None:
+        """Record the lost groups of removed members. If none is left, queued requests fail in `_advance`."""
+        self._lost |= self._router.update(members).lost
         self._advance()
 
     def _advance(self) -> None:
@@ -404,97 +402,159 @@ class EnginePool:
             while queue and self._assign(*queue[0]):
                 queue.popleft()
 
-    def _assign(self, request: _Request, turn: asyncio.Future[int]) -> bool:
+    def _assign(self, request: _Request, turn: asyncio.Future[Member]) -> bool:
         """Resolve the head of the queue with an engine or an error; return False if it must wait."""
         if turn.cancelled():
             return True
         try:
-            engine = self._router.assign(request.key, request.episodes, request.aside)
+            one = self._router.assign(request.key, request.episodes, request.aside)
         except (NoEngineLeft, NoneSetAside) as end:
-            turn.set_exception(type(end)(f"{end} The last one: {self._engines.last_error}"))
+            turn.set_exception(type(end)(f"{end} The last one: {self.engines.last_error}"))
             return True
-        if engine is not None:
-            turn.set_result(engine)
-        return engine is not None
+        if one is not None:
+            turn.set_result(one)
+        return one is not None
 
 
 class EngineCalls:
-    """Calls engines and detects dead ones. Bound to the event loop that creates it."""
+    """Calls engines, and keeps the members. Bound to the event loop that creates it."""
 
-    def __init__(self, workers: WorkerGroup, router: Router, on_death: Callable[[Mapping[str, str]], None]) -> None:
-        """`on_death` is called after each engine death with the keys of lost groups -> reason."""
+    def __init__(self, workers: WorkerGroup) -> None:
         self.workers = workers
+        self.members = Members.first(len(workers.ranks))
         self.last_error = ""
         """Cause of the last engine death, and the tail of that engine's log."""
-        self._router = router
-        self._on_death = on_death
+        self.on_loss: Callable[[Member, FaultKind, str], bool] = lambda *_: False
+        """Called when a member has died or hung, with the reason; returns True if its engine will be started again."""
+        self._listeners: list[Callable[[Members], None]] = []
         loop = asyncio.get_running_loop()
-        self.dead: tuple[asyncio.Future[str], ...] = tuple(loop.create_future() for _ in workers.ranks)
-        """Futures by engine, resolved with the reason when the engine dies."""
+        self._gone = {one.life: loop.create_future() for one in self.members.living}
 
-    def mark_dead(self, engine: int, death: RunError) -> None:
-        """Kill a dead engine and drop it from the pool; pending calls to it fail at once. Idempotent."""
-        if engine not in self._router.living:
+    def subscribe(self, listener: Callable[[Members], None]) -> Callable[[], None]:
+        """Call `listener` with each new snapshot of the members, until the returned function is called."""
+        self._listeners.append(listener)
+        return partial(self._listeners.remove, listener)
+
+    def change(self, members: Members) -> None:
+        """Continue with the snapshot `members`."""
+        for one in members.of_engine.values():
+            if one.life not in self._gone:
+                self._gone[one.life] = asyncio.get_running_loop().create_future()
+        self.members = members
+        for listener in tuple(self._listeners):
+            listener(members)
+
+    def gone(self, one: Member) -> asyncio.Future[str]:
+        """Return the future that is done, with the reason, once a member has been removed."""
+        return self._gone[one.life]
+
+    def remove(self, one: Member, why: str, returns: bool = False) -> None:
+        """Kill a member and remove it; pending calls to it fail at once."""
+        self.workers.kill_rank(one.engine)
+        self.gone(one).set_result(why)
+        self.change(self.members.remove(one, returns))
+
+    def lost(self, one: Member, death: Exception, kind: FaultKind = FaultKind.died) -> None:
+        """Remove a member that has died or hung. Idempotent."""
+        if not self.members.holds(one):
             return
         why = str(death).partition("\n")[0]
-        self.last_error = f"{why}\n{self.workers.log_tail(engine)}"
-        self.workers.kill_rank(engine)
-        orphans = self._router.died(engine)
+        self.last_error = f"{why}\n{self.workers.log_tail(one.engine)}"
+        returns = self.on_loss(one, kind, why)
         _log.warning(
-            "rollout engine %d is dead, %d live: %d of its prompt groups are run again, %d are dropped. %s",
-            engine, len(self._router.living), len(orphans.retry), len(orphans.lost), why,
+            "rollout engine %d is dead (%s); %d live%s: %s",
+            one.engine, kind, len(self.members.remove(one).living), ", it is started again" if returns else "", why,
         )  # fmt: skip
-        self.dead[engine].set_result(why)
-        self._on_death(orphans.lost)
+        self.remove(one, why, returns)
 
     async def call_all(self, method: str, *args: Any) -> dict[int, Any]:
         """Call `method` on all living engines at once; return engine -> answer, for engines that survive the call."""
-        return await self.run_on_all(lambda engine: self.try_call(engine, method, *args))
+        return await self.run_on(self.members.living, lambda one: self.try_call(one, method, *args))
 
-    async def run_on_all(
-        self, do: Callable[[int], Coroutine[Any, Any, dict[int, Any]]], engines: Iterable[int] | None = None
+    async def run_on(
+        self, members: Iterable[Member], do: Callable[[Member], Coroutine[Any, Any, dict[int, Any]]]
     ) -> dict[int, Any]:
-        """Run `do` concurrently for all living engines, or for `engines`, and merge the results.
+        """Run `do` concurrently for `members`, and merge the results.
 
-        Raises errors as `together` does. Raises NoEngineLeft if no engine lives afterwards.
+        Raises errors as `together` does. Raises NoEngineLeft if no engine lives afterwards, and none will return.
         """
-        answers = await together(*map(do, self._router.living if engines is None else engines))
-        if not self._router.living:
-            raise NoEngineLeft(f"every rollout engine has died. The last one: {self.last_error}")
+        answers = await together(*map(do, members))
+        self.require_members()
         return {engine: answer for by_engine in answers for engine, answer in by_engine.items()}
 
-    async def try_call(self, engine: int, method: str, *args: Any, timeout_s: float | None = None) -> dict[int, Any]:
+    def require_members(self) -> None:
+        """Raise NoEngineLeft if no engine lives, and none will return."""
+        if not self.members.of_engine:
+            raise NoEngineLeft(f"every rollout engine has died. The last one: {self.last_error}")
+
+    async def try_call(self, one: Member, method: str, *args: Any, timeout_s: float | None = None) -> dict[int, Any]:
         """Return {engine: answer}, or {} if the engine died, which is no error while other engines live."""
         try:
-            return {engine: await self.call(engine, method, *args, timeout_s=timeout_s)}
+            return {one.engine: await self.call(one, method, *args, timeout_s=timeout_s)}
         except (RankDied, EngineDied) as death:
-            self.mark_dead(engine, death)
+            self.lost(one, death)
             return {}
 
-    async def call(self, engine: int, method: str, *args: Any, timeout_s: float | None, ping: bool = True) -> Any:
+    async def call(
+        self, one: Member, method: str, *args: Any, timeout_s: float | None = None, ping: bool = True
+    ) -> Any:
         """Return the engine's answer. Raises RankDied if it is dead, RankSilent if it lives but times out.
 
         With `ping`, a time-out triggers `ping`, so an unresponsive engine counts as dead.
         """
         try:
-            return await self.workers.call_rank(engine, method, *args, timeout_s=timeout_s, until=self.dead[engine])
+            return await self.workers.call_rank(one.engine, method, *args, timeout_s=timeout_s, until=self.gone(one))
         except RankSilent as late:
             if ping:
-                await self.ping(engine, late)
+                await self.ping(one, late)
             raise
 
-    async def ping(self, engine: int, late: RankSilent) -> None:
+    async def ping(self, one: Member, late: RankSilent) -> None:
         """Call `metrics` on an engine after another call timed out (`late`). Raises RankDied if `metrics` does too."""
         try:
-            await self.call(engine, "metrics", timeout_s=PING_TIMEOUT_S, ping=False)
+            await self.call(one, "metrics", timeout_s=PING_TIMEOUT_S, ping=False)
         except RankSilent:
-            where = await self.workers.located([self.workers.ranks[engine]])
-            why = f"engine {engine} no longer responds{where and f' ({where})'}: {late}"
-            raise RankDied(why, engine) from late
+            where = await self.workers.located([self.workers.ranks[one.engine]])
+            why = f"engine {one.engine} no longer responds{where and f' ({where})'}: {late}"
+            raise RankDied(why, one.engine) from late
+
+
+class Newcomer:
+    """One engine that has just started, as the only receiver of a weight sync, which admits it to the pool."""
+
+    def __init__(self, engines: EngineCalls, member: Member) -> None:
+        self.workers = engines.workers
+        self._engines, self._member = engines, member
+
+    @property
+    def living(self) -> Mapping[int, asyncio.Future[str]]:
+        """The engine, as long as it lives."""
+        alive = self._engines.members.holds(self._member)
+        return {self._member.engine: self._engines.gone(self._member)} if alive else {}
+
+    async def open_transport(self, specs: Mapping[int, Any]) -> None:
+        """Open the transport."""
+        await self._call("open_transport", specs[self._member.engine])
+
+    async def begin_update(self, version: int) -> None:
+        """Prepare to receive `version`."""
+        await self._call("begin_update", version)
+
+    async def load_bucket(self, bucket: Any) -> None:
+        """Stage one bucket."""
+        await self._call("load_bucket", bucket)
+
+    async def finish_update(self, version: int, digest: str) -> None:
+        """Switch to `version` and join the pool. Raises RunError if the tensors do not match `digest`."""
+        await self._call("finish_update", version, digest)
+        self._engines.change(self._engines.members.admit(self._member, version))
+
+    async def _call(self, method: str, *args: Any) -> None:
+        await self._engines.call(self._member, method, *args)
 
 
 class VersionSwitch:
-    """Tracks each engine's weight version, and sets engines aside from rollouts.
+    """Switches engines to a staged version, and sets engines aside from rollouts.
 
     Example with engines 0 and 1, both at version 3:
 
@@ -510,236 +570,102 @@ class VersionSwitch:
     - Updates of one engine are serialised: the next begins after a running switch has ended.
     """
 
-    def __init__(self, engines: EngineCalls, router: Router, advance: Callable[[], None]) -> None:
-        """`advance` is called when engines can take groups again."""
-        self.of_engine: dict[int, int] = {}
-        """Engine -> its version; absent before its first update."""
-        self._engines, self._router, self._advance = engines, router, advance
+    def __init__(self, engines: EngineCalls, load: Callable[[Member], int]) -> None:
+        """`load` returns the number of a member's episodes."""
+        self._engines, self._load = engines, load
         self._switching = asyncio.Lock()
         """Held during a switch, and by `set_aside`, so that all engines set aside have the same version."""
-        self._updating = [asyncio.Lock() for _ in engines.workers.ranks]
-        """Lock of each engine, held while the engine begins an update or catches up."""
+        self._updating: defaultdict[int, asyncio.Lock] = defaultdict(asyncio.Lock)
+        """Life of a member -> lock that is held while it begins an update or catches up."""
         self._staged: dict[int, tuple[int, str]] = {}
-        """Engines that a switch skipped -> staged version and digest, until the next update begins."""
-        self._outdated: set[int] = set()
-        """Engines that a switch skipped and that have not switched since."""
+        """Life of a member that a switch skipped -> staged version and digest, until the next update begins."""
         self._catching_up: set[asyncio.Task[None]] = set()
 
     async def begin_update(self, version: int) -> None:
         """Prepare all engines to receive `version`, discarding staged versions."""
 
-        async def begin(engine: int) -> dict[int, Any]:
-            async with self._updating[engine]:
-                self._staged.pop(engine, None)
-                return await self._engines.try_call(engine, "begin_update", version)
+        async def begin(one: Member) -> dict[int, Any]:
+            async with self._updating[one.life]:
+                self._staged.pop(one.life, None)
+                return await self._engines.try_call(one, "begin_update", version)
 
-        await self._engines.run_on_all(begin)
+        await self._engines.run_on(self._engines.members.living, begin)
 
     async def finish_update(self, version: int, digest: str) -> None:
         """Switch every engine not set aside; each gets groups again as soon as it has switched."""
         async with self._switching:
-            aside = self._router.aside
-            self._outdated |= aside
-            self._staged |= dict.fromkeys(aside, (version, digest))
-            switching = [engine for engine in self._router.living if engine not in aside]
-            for engine in switching:
-                self._router.close(engine)
-            try:
-                await self._engines.run_on_all(lambda engine: self._switch(engine, version, digest), switching)
-            finally:
-                self._reopen(*switching)
+            self._engines.change(self._engines.members.raise_to(version))
+            # An engine that joined after the push has the version already.
+            behind = [one for one in self._engines.members.living if self._engines.members.is_behind(one)]
+            self._staged |= {one.life: (version, digest) for one in behind if one.aside}
+            switching = [one for one in behind if not one.aside]
+            await self._engines.run_on(switching, lambda one: self._switch(one, version, digest))
 
-    async def set_aside(self, count: int) -> tuple[int, ...]:
+    async def set_aside(self, count: int) -> tuple[Member, ...]:
         """Set aside up to `count` engines that have the newest version, and return them.
 
-        Engines with the fewest episodes are chosen; these episodes continue. Blocks while a switch runs. Takes at least
-        one engine, but leaves one for rollouts if more than one lives. Raises NoEngineLeft if none lives.
+        Engines with the fewest episodes are chosen; these episodes continue. Blocks while an engine switches. Takes at
+        least one engine, but leaves one for rollouts if more than one lives. Blocks while no engine lives but one
+        will return; raises NoEngineLeft if none will.
         """
-        async with self._switching:
-            living = self._router.living
-            if not living:
-                raise NoEngineLeft(f"every rollout engine has died. The last one: {self._engines.last_error}")
-            newest = max(self.of_engine.get(engine, -1) for engine in living)
-            fit = [engine for engine in living if self.of_engine.get(engine, -1) == newest]
-            taken = sorted(fit, key=self._router.load)[: min(count, max(1, len(living) - 1))]
-            for engine in taken:
-                self._router.set_aside(engine)
-                self._router.reopen(engine)  # An engine that was behind is closed, but it may answer evaluations.
-            return tuple(taken)
+        while True:
+            await asyncio.gather(*self._catching_up, return_exceptions=True)
+            async with self._switching:
+                self._engines.require_members()
+                rolling = self._engines.members.rolling
+                if rolling:
+                    newest = max(_version(one) for one in rolling)
+                    fit = [one for one in rolling if _version(one) == newest]
+                    taken = sorted(fit, key=self._load)[: min(count, max(1, len(rolling) - 1))]
+                    self._engines.change(self._engines.members.set_aside(taken))
+                    return tuple(taken)
+            await self._changed()
 
-    async def put_back(self, engines: Sequence[int]) -> None:
-        """Return `engines` to rollouts; block until each engine that has a staged version has switched to it.
+    async def put_back(self, taken: Sequence[Member]) -> None:
+        """Return engines to rollouts; block until each engine that has a staged version has switched to it.
 
-        The engines switch even if the caller is cancelled. An engine that refuses the version is marked dead.
+        The engines switch even if the caller is cancelled. An engine that refuses the version is dead.
         """
-        for engine in engines:
-            if engine in self._outdated:
-                self._router.close(engine)
-            self._router.put_back(engine)
-        self._advance()
-        tasks = [asyncio.ensure_future(self._catch_up(engine)) for engine in engines if engine in self._staged]
+        self._engines.change(self._engines.members.set_aside(taken, aside=False))
+        tasks = [asyncio.ensure_future(self._catch_up(one)) for one in taken if one.life in self._staged]
         self._catching_up |= set(tasks)
         for task in tasks:
             task.add_done_callback(self._catching_up.discard)
         await asyncio.shield(asyncio.gather(*tasks))
 
-    async def _catch_up(self, engine: int) -> None:
-        async with self._updating[engine]:
-            if engine not in self._staged:
+    async def _catch_up(self, one: Member) -> None:
+        async with self._updating[one.life]:
+            if one.life not in self._staged:
                 return
             try:
-                await self._switch(engine, *self._staged.pop(engine))
+                await self._switch(one, *self._staged.pop(one.life))
             except RunError as refusal:
-                self._engines.mark_dead(engine, refusal)
+                self._engines.lost(one, refusal)
 
-    async def _switch(self, engine: int, version: int, digest: str) -> dict[int, Any]:
-        answer = await self._engines.try_call(engine, "finish_update", version, digest)
-        self.of_engine |= dict.fromkeys(answer, version)
-        self._outdated.discard(engine)
-        self._reopen(engine)
+    async def _switch(self, one: Member, version: int, digest: str) -> dict[int, Any]:
+        answer = await self._engines.try_call(one, "finish_update", version, digest)
+        if answer:
+            self._engines.change(self._engines.members.switched(one, version))
         return answer
 
-    def _reopen(self, *engines: int) -> None:
-        for engine in engines:
-            self._router.reopen(engine)
-        self._advance()
+    async def _changed(self) -> None:
+        """Wait for the next snapshot."""
+        changed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+        def listen(_: Members) -> None:
+            if not changed.done():
+                changed.set_result(None)
+
+        stop = self._engines.subscribe(listen)
+        try:
+            await changed
+        finally:
+            stop()
+
+
+def _version(one: Member) -> int:
+    return -1 if one.version is None else one.version
 
 
 def _lane(engine: int) -> str:
     return f"engine {engine}"
-
-
-class NoEngineLeft(RunError):
-    """Every engine is dead; the run cannot continue."""
-
-
-class NoneSetAside(RunError):
-    """All engines set aside are dead while others live; requests for engines set aside fail."""
-
-
-@dataclass(frozen=True, slots=True)
-class Orphans:
-    """Keys that were assigned to an engine that died."""
-
-    retry: tuple[str, ...]
-    """Keys to assign again, in their order of assignment."""
-    lost: Mapping[str, str]
-    """Key whose engine died for the second time -> reason, for the error message."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Assignment:
-    engine: int
-    size: int
-
-
-class Router:
-    """Assigns keys to `engines` engines with room for `slots` episodes each. Pure.
-
-    Without `slots` there is no limit. A key stands for one group and its size is the group's number of episodes. An
-    engine's load is the sum of the sizes of its keys. Engines set aside take only keys meant for them.
-
-    Example with 2 engines and 8 slots:
-
-        assign("a", 5) -> 0     both are empty: lowest number
-        assign("b", 5) -> 1     smallest load
-        assign("c", 5) -> None  neither has room: retry after `release`
-        died(1)                 retry=("b",); if the next engine of "b" dies too, "b" is lost
-
-    Invariants:
-    - A key is on at most one engine, which lives.
-    - A key goes to the engine with the smallest load among those that may take it; ties go to the lowest number.
-    - A load exceeds `slots` only if a single key is larger than `slots`.
-    - A key is retried after the death of its first engine, and lost after the death of its second engine.
-    """
-
-    def __init__(self, engines: int, slots: int | None = None) -> None:
-        if engines < 1 or (slots is not None and slots < 1):
-            raise ValueError(f"A router needs at least one engine and one slot, not {engines} and {slots}.")
-        self._slots = slots
-        self._loads = dict.fromkeys(range(engines), 0)
-        """Load of each living engine."""
-        self._closed: set[int] = set()
-        self._aside: set[int] = set()
-        self._assignments: dict[str, _Assignment] = {}
-        self._died_under: dict[str, int] = {}
-        """Keys that have lost one engine -> the engine that died."""
-
-    @property
-    def living(self) -> tuple[int, ...]:
-        """Living engines, in order."""
-        return tuple(self._loads)
-
-    @property
-    def aside(self) -> frozenset[int]:
-        """Living engines that are set aside."""
-        return frozenset(self._aside & self._loads.keys())
-
-    def load(self, engine: int) -> int:
-        """Number of episodes assigned to `engine`; 0 if it is dead."""
-        return self._loads.get(engine, 0)
-
-    def assign(self, key: str, size: int = 1, aside: bool = False) -> int | None:
-        """Assign `key` to an engine until `release` or the engine's death, and return the engine.
-
-        A repeated call returns the same engine. With `aside`, only engines set aside may take the key, otherwise only
-        the other engines. Returns None if all engines that may take the key are closed or full: retry after `release`,
-        `died`, `reopen` or `put_back`. Raises NoEngineLeft if no engine lives, and NoneSetAside if `aside` is True and
-        no engine set aside lives.
-        """
-        if key in self._assignments:
-            return self._assignments[key].engine
-        if not self._loads:
-            raise NoEngineLeft("every rollout engine has died.")
-        if aside and not self.aside:
-            raise NoneSetAside("every rollout engine that was reserved for evaluation has died.")
-        takers = (one for one in self._loads if one not in self._closed and (one in self._aside) is aside)
-        engine = min(takers, key=self.load, default=None)
-        if engine is None or not self._has_room(engine, size):
-            return None
-        self._assignments[key] = _Assignment(engine, size)
-        self._loads[engine] += size
-        return engine
-
-    def release(self, key: str) -> None:
-        """Forget `key` after its group has ended. No-op for an unknown key."""
-        self._died_under.pop(key, None)
-        held = self._assignments.pop(key, None)
-        if held is not None:
-            self._loads[held.engine] -= held.size
-
-    def close(self, engine: int) -> None:
-        """Assign no new key to `engine` until `reopen`; it keeps the keys it has."""
-        self._closed.add(engine)
-
-    def reopen(self, engine: int) -> None:
-        """Undo `close`; no-op for a dead engine."""
-        self._closed.discard(engine)
-
-    def set_aside(self, engine: int) -> None:
-        """Assign only `aside` keys to `engine` until `put_back`; it keeps the keys it has."""
-        self._aside.add(engine)
-
-    def put_back(self, engine: int) -> None:
-        """Undo `set_aside`."""
-        self._aside.discard(engine)
-
-    def died(self, engine: int) -> Orphans:
-        """Remove a dead `engine`, unassign its keys and return them. Returns no keys if it was already removed."""
-        if self._loads.pop(engine, None) is None:
-            return Orphans((), {})
-        retry: list[str] = []
-        lost: dict[str, str] = {}
-        for key in [key for key, held in self._assignments.items() if held.engine == engine]:
-            del self._assignments[key]
-            if key in self._died_under:
-                first = self._died_under.pop(key)
-                lost[key] = f"engines {first} and {engine} both died while generating it"
-            else:
-                self._died_under[key] = engine
-                retry.append(key)
-        return Orphans(tuple(retry), lost)
-
-    def _has_room(self, engine: int, size: int) -> bool:
-        load = self._loads[engine]
-        return self._slots is None or load == 0 or load + size <= self._slots

@@ -68,9 +68,7 @@ class Evaluator:
         self._count_to(step)
         try:
             async with self._engines.undivided():
-                # Without a living engine, the first answer ends the run with the reason.
-                concurrency = max(1, self._engines.capacity * self._config.algorithm.n_samples)
-                return await self._ask(step, self._engines.answer, concurrency)
+                return await self._ask(step, self._engines.answer, self._engines.answers)
         except* GroupLost as losses:
             _cancelled(step, losses)
         return None

@@ -64,6 +64,7 @@ from rlsys.orchestrator.run_logger import (
 )
 from rlsys.orchestrator.saving import CheckpointedGroup, Saver
 from rlsys.orchestrator.search_server import Serving, require_named, serving, silent
+from rlsys.orchestrator.supervisor import Supervisor
 from rlsys.orchestrator.watchdog import blocking, ending_if_blocked, stall_limit_s, until_stalled
 from rlsys.orchestrator.weight_sync import SYNC_METRICS, WeightSync
 from rlsys.orchestrator.worker_groups import (
@@ -76,6 +77,7 @@ from rlsys.orchestrator.worker_groups import (
     Scorer,
     TrainedGroup,
     build_groups,
+    restart_engine,
     started_groups,
 )
 from rlsys.trainer.batches import BatchSharder
@@ -109,7 +111,7 @@ METRIC_TABLES: Mapping[str, Sequence[Metric]] = {
 """Heading in docs/metrics.md -> its metrics; without those of the user."""
 
 POLL_S = 1.0
-"""Interval at which `watch_rollouts` polls the engines."""
+"""Interval at which `watch_engines` polls the engines."""
 _KEEPS = "waits for trajectories to be written"
 
 
@@ -146,6 +148,7 @@ class Run:
     groups: Groups
     pipeline: RolloutPipeline
     weights: WeightSync
+    supervisor: Supervisor
     evaluator: Evaluator
     saver: Saver
     rewards: Rewards
@@ -196,17 +199,14 @@ class Run:
         self.log.prompts(step, self.pipeline.scheduler.ended())
 
     async def watch(self) -> None:
-        """Watch rollouts and progress until cancelled. Raises an exception group with a RunError if nothing progresses."""
+        """Watch engines and progress until cancelled. Raises an exception group with a RunError if nothing progresses."""
         async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(self.watch_rollouts())
+            tasks.create_task(self.watch_engines())
             tasks.create_task(self.watch_progress())
 
-    async def watch_rollouts(self) -> None:
-        """Refresh the rollout status from the engines' activity every `POLL_S`, until cancelled."""
-        while True:
-            await asyncio.sleep(POLL_S)
-            await self.groups.engines.refresh_activity()
-            self.pipeline.show_rollouts()
+    async def watch_engines(self) -> None:
+        """Restart engines that die or hang, and refresh the rollout status every `POLL_S`, until cancelled."""
+        await self.supervisor.run(POLL_S, self.pipeline.show_rollouts)
 
     async def watch_progress(self) -> None:
         """Wait until nothing progresses for longer than any single wait may take; then raise RunError. Never returns."""
@@ -230,14 +230,21 @@ class Run:
         folder, tracer = self.log.run_dir / "reference", self.log.tracers["driver"]
         onload = groups.devices.onload
         sync = WeightSync(
-            groups.inference.workers, [groups.engines], self.config.cluster, folder, tracer, onload=onload
+            groups.inference.workers,
+            [groups.engines],
+            self.config.cluster,
+            folder,
+            tracer,
+            onload=onload,
+            after=self.weights,
         )
+        self.supervisor.sync = sync
         try:
             await onload("inference")
             await sync.send(step + 1)
+            found = await self.evaluator.ask_all(step)
         finally:
             sync.close()
-        found = await self.evaluator.ask_all(step)
         if found is not None:
             self.log.reference_evaluation(found)
 
@@ -360,14 +367,17 @@ async def open_run(config: RunConfig, run_dir: Path, origin: Origin | None = Non
         log.actor_peak = peak_flops(await groups.actor.device_names())
         saver = _saver(config, run_dir, log, groups.devices, origin)
         pipeline = _pipeline(config, log, groups, prompts, rewards, kl, origin)
-        groups.engines.capacity_grew = pipeline.wake
+        groups.engines.engines.subscribe(lambda _: pipeline.wake())
+        weights = _weight_sync(config, log, groups, pipeline)
+        restart = partial(restart_engine, workers["rollout"], config=config, done=done)
         run = Run(
             config=config,
             log=log,
             search=search,
             groups=groups,
             pipeline=pipeline,
-            weights=_weight_sync(config, log, groups, pipeline),
+            weights=weights,
+            supervisor=Supervisor(groups.engines, weights, restart, log.faults, config),
             evaluator=Evaluator(config, log, search, groups.engines, heldout, groups.count_to, saver.awaited),
             saver=saver,
             rewards=rewards,
@@ -443,6 +453,7 @@ def _weight_sync(config: RunConfig, log: RunLogger, groups: Groups, pipeline: Ro
         immediate,
         groups.devices.onload,
         (lambda _version: None) if colocated else pipeline.publish,
+        immediate[0].workers if immediate else None,
     )
 
 

@@ -6,12 +6,14 @@
 
 `push` sends every bucket to every receiver; the caller must not change the sender's weights meanwhile. `activate` makes
 the engines switch, which is slow if they finish their episodes first. The next push blocks until the switch has ended.
+`catch_up` sends the last pushed version to one receiver that has just started, from the inference group if that has the
+version, else from the actor while it does.
 
-Invariant: a receiver uses a version only if the digest of all its tensors equals the digest that the sender computed.
-On a mismatch the receiver refuses the version and the run ends. An engine that was set aside and catches up later is
-dropped from the pool instead.
+Invariant: a receiver uses a version only if the digest of all its tensors equals the digest that the actor computed in
+the push of that version. On a mismatch the receiver refuses the version and the run ends. An engine that catches up
+later is dropped from the pool instead.
 
-Bucket bytes travel over a transport (`cluster.sync_mode`), which is opened for the receivers that live when a push
+Bucket bytes travel over a transport (`cluster.sync_mode`), which is opened for the receivers that live when a transfer
 begins. If one dies during the push, the others still get the version:
 
     tensor, ipc, disk    They do not depend on it, so the push continues.
@@ -35,7 +37,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any, Protocol
 
-from rlsys.cluster.worker_group import WorkerGroup, together
+from rlsys.cluster.worker_group import Rank, WorkerGroup, together
 from rlsys.config.schema import ClusterConfig, SyncMode
 from rlsys.errors import PeerLost, RunError
 from rlsys.observe import status
@@ -52,12 +54,8 @@ class WeightReceiver(Protocol):
     workers: WorkerGroup
 
     @property
-    def living(self) -> tuple[int, ...]:
-        """Ranks of the living processes, which receive weights."""
-
-    @property
-    def deaths(self) -> Sequence[asyncio.Future[str]]:
-        """Futures that are done once a process is dead, for the processes that the run can do without."""
+    def living(self) -> Mapping[int, asyncio.Future[str] | None]:
+        """Rank of each living process -> future that is done once it is gone; None if the run cannot do without it."""
 
     async def open_transport(self, specs: Mapping[int, TransportSpec]) -> None:
         """Open the transport on each rank in `specs`."""
@@ -112,6 +110,24 @@ class SyncReport:
         }
 
 
+@dataclass(frozen=True, slots=True)
+class _Route:
+    """Sender and receivers of a transfer."""
+
+    sender: WorkerGroup
+    receivers: tuple[WeightReceiver, ...]
+    immediate: tuple[WeightReceiver, ...] = ()
+    """Receivers that switch at the end of the transfer."""
+    export: tuple[Any, ...] = ()
+    """Arguments of the sender's `begin_export`."""
+
+    @property
+    def ranks(self) -> tuple[Rank, ...]:
+        """Living processes, the sender first; a process that has been started again is another one."""
+        own = (one.workers.ranks[rank] for one in self.receivers for rank in one.living)
+        return (self.sender.ranks[0], *own)
+
+
 class WeightSync:
     """Sends weight versions from one group to several receiving groups."""
 
@@ -125,23 +141,33 @@ class WeightSync:
         immediate: Sequence[WeightReceiver] = (),
         onload: Callable[..., Awaitable[None]] | None = None,
         activated: Callable[[int], None] = lambda _version: None,
+        copies: WorkerGroup | None = None,
+        after: WeightSync | None = None,
     ) -> None:
         """Send to `receivers`, which switch on `activate`, and to `immediate`, which switch when the push ends.
 
-        `onload` brings colocated groups, by name, onto their devices. `activated` is called with each version once all
-        receivers have switched.
+        `copies` is the group that holds the last pushed version and can send it, if any. `onload` brings colocated
+        groups, by name, onto their devices. `activated` is called with each version once all receivers have switched.
+        A sync `after` another never sends at the same time.
         """
         self._sender = sender
         self._deferred, self._immediate = tuple(receivers), tuple(immediate)
         self._cluster = cluster
         self._folder = run_dir / "weights"
         self._tracer, self._onload, self._on_activated = tracer, onload, activated
-        self._members: tuple[str, ...] = ()
-        """Names of the processes that the transport connects."""
+        self._copies = copies
+        self._sending: asyncio.Lock = asyncio.Lock() if after is None else after._sending
+        """Held during a transfer, so that its receivers are those of one moment."""
+        self._push_ended = asyncio.Event()
+        """Set when the next push ends."""
+        self._members: tuple[Rank, ...] = ()
+        """Processes that the transport connects, the sender first."""
         self._meetings: list[Meeting] = []
         """Meetings of all transports, the newest last. Members of an old one leave it when they join the next."""
         self._taken = 0
         self._copy_gb_s = 0.0
+        self._pushed: SyncReport | None = None
+        """Report of the last pushed version."""
         self._transferred: SyncReport | None = None
         """Report of the version that is pushed but not activated yet."""
         self._switched = asyncio.Event()
@@ -162,9 +188,13 @@ class WeightSync:
             if not self._switched.is_set():
                 status.show("waits for the previous activation", "sync")
             await self._last_switch(version)
-            report = await self._transfer(version)
+            async with self._sending:
+                self._pushed = None
+                self._pushed = report = await self._transfer(version)
         self._transferred = report
         self._switched.clear()
+        self._push_ended.set()
+        self._push_ended = asyncio.Event()
         status.show("waits for activation", "sync")
         return report
 
@@ -194,6 +224,35 @@ class WeightSync:
         await self.push(version)
         return await self.activate(version)
 
+    async def catch_up(self, receiver: WeightReceiver) -> int:
+        """Send the last pushed version to `receiver` alone, which switches to it at once; return the version.
+
+        Blocks until the first push has ended, and while the actor trains if no other group has the version. Raises
+        PeerLost or RankDied if the receiver dies, RunError if it refuses the version or if no push ends in time.
+        """
+        while True:
+            push_ended = self._push_ended
+            async with self._sending:
+                if self._pushed is not None and await self._resend(receiver, self._pushed):
+                    return self._pushed.version
+            try:
+                await asyncio.wait_for(push_ended.wait(), self._cluster.call_timeout_s)
+            except TimeoutError:
+                raise RunError(
+                    f"waited {self._cluster.call_timeout_s:.0f} s for weights to send to {receiver.workers.name}: the actor "
+                    "is within a step, and no other group has the last version."
+                ) from None
+
+    async def _resend(self, receiver: WeightReceiver, pushed: SyncReport) -> bool:
+        """Send the version `pushed` to `receiver`; return False if the sender has other weights by now."""
+        await receiver.begin_update(pushed.version)
+        copied = _Route(self._copies, (receiver,), export=(True,)) if self._copies else None
+        sent = await self._attempt(pushed.version, copied or _Route(self._sender, (receiver,)))
+        if sent.digest != pushed.digest:
+            return False
+        await receiver.finish_update(pushed.version, pushed.digest)
+        return True
+
     def figures(self) -> dict[str, float]:
         """Return the metrics of the last pushed version.
 
@@ -212,10 +271,6 @@ class WeightSync:
     def _all(self) -> tuple[WeightReceiver, ...]:
         return self._immediate + self._deferred
 
-    def _living_members(self) -> tuple[str, ...]:
-        ranks = [receiver.workers.ranks[rank] for receiver in self._all for rank in receiver.living]
-        return tuple(rank.name for rank in (self._sender.ranks[0], *ranks))
-
     async def _last_switch(self, version: int) -> None:
         limit = self._cluster.call_timeout_s
         try:
@@ -233,25 +288,26 @@ class WeightSync:
 
     async def _transfer(self, version: int) -> SyncReport:
         """Send `version` to all living receivers; start over if one has died and the others have lost their peer."""
+        route = _Route(self._sender, self._all, self._immediate)
         lost: PeerLost | None = None
         while True:
             status.show("waits for log-probs", "sync")
             # Blocks until receivers have finished work in flight. Every receiver answers here, or is found to be dead.
             await together(*(receiver.begin_update(version) for receiver in self._all))
-            if lost is not None and self._living_members() == self._members:
+            if lost is not None and route.ranks == self._members:
                 raise lost
             try:
-                return await self._attempt(version)
+                return await self._attempt(version, route)
             except PeerLost as problem:
                 lost = problem
             _log.warning("version %d is sent again, to the receivers that live: %s", version, lost)
 
-    async def _attempt(self, version: int) -> SyncReport:
+    async def _attempt(self, version: int, route: _Route) -> SyncReport:
         """Send `version` to the receivers that live now; raises PeerLost only once they all have answered."""
         # Processes may die at every `await`, so the members of the transport and their deaths are from one moment.
-        opening = [] if self._living_members() == self._members else self._connect()
-        deaths = [death for receiver in self._all for death in receiver.deaths if not death.done()]
-        sending = asyncio.ensure_future(self._send(version, opening))
+        opening = [] if route.ranks == self._members else self._connect(route)
+        deaths = [gone for one in route.receivers for gone in one.living.values() if gone is not None]
+        sending = asyncio.ensure_future(self._send(version, route, opening))
         try:
             ends: list[asyncio.Future[Any]] = [sending, *deaths]
             await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
@@ -262,15 +318,15 @@ class WeightSync:
             sending.cancel()
             await asyncio.gather(sending, return_exceptions=True)
 
-    def _connect(self) -> list[Coroutine[Any, Any, Any]]:
+    def _connect(self, route: _Route) -> list[Coroutine[Any, Any, Any]]:
         """Return the calls that connect the sender, whose answer is first, and all living receivers."""
-        self._members, self._taken = self._living_members(), 0
+        self._members, self._taken = route.ranks, 0
         if self._cluster.sync_mode is SyncMode.broadcast:
-            self._meetings.append(Meeting(self._sender.driver_host))
+            self._meetings.append(Meeting(route.sender.driver_host))
         spec = TransportSpec(
             mode=self._cluster.sync_mode,
             rank=0,
-            members=self._members,
+            members=tuple(rank.name for rank in self._members),
             bucket_bytes=self._cluster.sync_bucket_bytes,
             timeout_s=self._cluster.call_timeout_s,
             device=self._cluster.device,
@@ -278,13 +334,13 @@ class WeightSync:
             folder=str(self._folder.resolve()),
         )
         ranks = count(1)
-        opening: list[Coroutine[Any, Any, Any]] = [self._sender.call("open_export", spec)]
-        for receiver in self._all:
+        opening: list[Coroutine[Any, Any, Any]] = [route.sender.call("open_export", spec)]
+        for receiver in route.receivers:
             specs = {own: replace(spec, rank=rank) for own, rank in zip(receiver.living, ranks, strict=False)}
             opening.append(receiver.open_transport(specs))
         return opening
 
-    async def _send(self, version: int, opening: Sequence[Awaitable[Any]]) -> SyncReport:
+    async def _send(self, version: int, route: _Route, opening: Sequence[Awaitable[Any]]) -> SyncReport:
         """Open the transport by awaiting `opening`, if any, then send all buckets."""
         if opening:
             (speed, *_), *_ = await together(*opening)
@@ -292,24 +348,24 @@ class WeightSync:
         started = time.perf_counter()
         status.show(f"sends version {version}", "sync")
         with self._tracer.span("sync.transfer", step=version):
-            sent_bytes, digest = await self._send_buckets()
-            await together(*(receiver.finish_update(version, digest) for receiver in self._immediate))
+            sent_bytes, digest = await self._send_buckets(route)
+            await together(*(receiver.finish_update(version, digest) for receiver in route.immediate))
         return SyncReport(version, digest, sent_bytes, self._copy_gb_s, time.perf_counter() - started)
 
-    async def _send_buckets(self) -> tuple[int, str]:
+    async def _send_buckets(self, route: _Route) -> tuple[int, str]:
         """Send all buckets; return the number of bytes and their digest."""
         sent_bytes = 0
-        await self._sender.call("begin_export")
-        handle = await self._next_handle()
+        await route.sender.call("begin_export", *route.export)
+        handle = await self._next_handle(route.sender)
         while handle is not None:
             sent_bytes += handle.nbytes
             # `_taken` counts the buckets that every receiver has loaded; the sender overwrites only those.
-            loads = [receiver.load_bucket(handle) for receiver in self._all]
-            handle, *_ = await together(self._next_handle(), *loads)
+            loads = [receiver.load_bucket(handle) for receiver in route.receivers]
+            handle, *_ = await together(self._next_handle(route.sender), *loads)
             self._taken += 1
-        digest: str = (await self._sender.call("end_export", self._taken))[0]
+        digest: str = (await route.sender.call("end_export", self._taken))[0]
         return sent_bytes, digest
 
-    async def _next_handle(self) -> BucketHandle | None:
-        handle: BucketHandle | None = (await self._sender.call("next_handle", self._taken))[0]
+    async def _next_handle(self, sender: WorkerGroup) -> BucketHandle | None:
+        handle: BucketHandle | None = (await sender.call("next_handle", self._taken))[0]
         return handle

@@ -35,6 +35,7 @@ from rlsys.data.trajectory import Floats, Sample, Scores, TopkLogprobs
 from rlsys.observe import status
 from rlsys.observe.metrics import Metric
 from rlsys.observe.spans import QUESTIONS, Arg, Tracer
+from rlsys.orchestrator.membership import Member
 from rlsys.trainer.batches import Accumulated, BatchSharder, LogProbs, MicroBatch, Plan
 from rlsys.trainer.offload import switch_figures
 from rlsys.weights.transport import BucketHandle, TransportSpec
@@ -169,6 +170,12 @@ async def _build(name: str, group: WorkerGroup, config: RunConfig, done: int) ->
         await launch_megatron(group, name, config)
 
 
+async def restart_engine(group: WorkerGroup, member: Member, config: RunConfig, done: int = 0) -> None:
+    """Start the process of an engine again, with a seed that no other engine of this process has had."""
+    seed = config.trainer.seed + done * len(group.ranks) + member.life
+    await group.relaunch(member.engine, _rollout_worker, (config, seed), config.rollout.engine.start_timeout_s)
+
+
 def holdings(config: RunConfig) -> dict[str, list[tuple[int, ...]]]:
     """Return group name -> device ranks of each worker process, in the order in which groups are built.
 
@@ -284,9 +291,6 @@ class InferenceGroup(MegatronGroup):
     Invariant: no `compute` overlaps an update, which lasts from `begin_update` to the end of `finish_update`.
     """
 
-    deaths: Sequence[asyncio.Future[str]] = ()
-    """None: a dead process of this group ends the run."""
-
     def __init__(self, workers: WorkerGroup, sharder: BatchSharder, tracer: Tracer) -> None:
         super().__init__(workers, sharder, tracer)
         self.reference = Checkpoints(self)
@@ -296,9 +300,9 @@ class InferenceGroup(MegatronGroup):
         self._version = 0
 
     @property
-    def living(self) -> tuple[int, ...]:
+    def living(self) -> Mapping[int, None]:
         """All ranks; a dead process of this group ends the run."""
-        return tuple(range(len(self.workers.ranks)))
+        return dict.fromkeys(range(len(self.workers.ranks)))
 
     async def compute(self, samples: Sequence[Sample]) -> list[Scores]:
         """Return scores without values, in the order of `samples`; log-probs are 0 at untrained tokens.

@@ -328,6 +328,13 @@ class EngineDriver:
         return bool(self._requests) or not self._not_switching.is_set()
 
     @property
+    def progress(self) -> float | None:
+        """Number that has changed if the engine's processes have done anything; None if the engine cannot tell."""
+        with self._naming():
+            of_engine = self._engine.progress()
+        return None if of_engine is None else of_engine + self.counts.requests + self.counts.updates
+
+    @property
     def _alive(self) -> Liveness:
         if self._liveness is None:
             raise RunError(f"{self._name} is not running.")
@@ -667,7 +674,7 @@ class RolloutWorker:
 
     def activity(self) -> EngineActivity:
         """Return the engine's current state and the tools that episodes wait for."""
-        return EngineActivity(self.engine.busy, dict(+self._tools.awaited))
+        return EngineActivity(self.engine.busy, dict(+self._tools.awaited), self.engine.progress)
 
     async def open_transport(self, spec: TransportSpec) -> None:
         """Connect to the weight sender, replacing an earlier transport. Raises RunError if it does not connect."""

@@ -114,6 +114,14 @@ class RolloutEngine(ABC):
         """Return the processes without which the engine cannot generate; the death of one ends every call."""
         return ()
 
+    def progress(self) -> float | None:
+        """Return a number that grows as long as the processes make progress with what they were asked; blocks never.
+
+        A busy engine whose number stays the same for `rollout.engine.stall_timeout_s` is hung. By default None: the
+        engine cannot tell, and only time-outs find out that it hangs.
+        """
+        return None
+
     @abstractmethod
     async def generate(
         self, input_ids: list[int], sampling: TurnSampling, rid: str, on_tokens: OnTokens | None = None

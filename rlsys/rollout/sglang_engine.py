@@ -97,6 +97,10 @@ class SglangEngine(RolloutEngine):
         """Return the schedulers and detokenizers; a helper may exit."""
         return self._sglang.processes()
 
+    def progress(self) -> float:
+        """Return the time of SGLang's last message; a request in flight sends one for every 50 tokens at least."""
+        return self._sglang.last_message_s
+
     async def generate(
         self, input_ids: list[int], sampling: TurnSampling, rid: str, on_tokens: OnTokens | None = None
     ) -> Generation:

@@ -80,6 +80,11 @@ class SglangProcess:
         """
         return [psutil.Process(pid) for pid in self.engine.get_all_child_pids()]
 
+    @property
+    def last_message_s(self) -> float:
+        """Time of the last message from SGLang's processes, in seconds since the epoch."""
+        return float(self._manager.last_receive_tstamp)
+
     async def freeze_gc(self) -> None:
         """Exclude the objects loaded at the start from garbage collection, here and in the children.
 

@@ -51,6 +51,8 @@ class TransformersEngine(RolloutEngine):
         """Id of a request or call -> its result."""
         self._listeners: dict[str, OnTokens] = {}
         self._numbers = itertools.count()
+        self._messages = 0
+        """Number of messages from the child; it sends one for each token of a batch."""
         self._version = 0
         """Version of the open update."""
 
@@ -77,6 +79,10 @@ class TransformersEngine(RolloutEngine):
         import psutil
 
         return [psutil.Process(self._child.pid)]
+
+    def progress(self) -> float:
+        """Return the number of messages from the child."""
+        return float(self._messages)
 
     async def generate(
         self, input_ids: list[int], sampling: TurnSampling, rid: str, on_tokens: OnTokens | None = None
@@ -183,6 +189,7 @@ class TransformersEngine(RolloutEngine):
                 loop.call_soon_threadsafe(self._take, *message)
 
     def _take(self, kind: str, key: str, value: Any) -> None:
+        self._messages += 1
         call = self._calls.get(key)
         if kind == "tokens":
             if key in self._listeners:

@@ -40,7 +40,7 @@ from rlsys.weights.transport import Bucket, ChecksumError, TensorRecord, checksu
 
 _FUSED_EXPERTS = re.compile(r"(?P<experts>.+\.experts)\.(?P<module>gate_up_proj|down_proj)")
 Message = tuple[str, str, Any]
-"""Kind (answer, error or tokens), key of the call or request, and content."""
+"""Kind (answer, error, tokens or beat), key of the call or request, and content."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -338,7 +338,7 @@ class Server:
                 self._answer(*message)
                 works = self._decoder.has_work and not self._paused
             try:
-                told = self._decoder.step()
+                told = [*self._decoder.step(), ("beat", "", None)]
             except Exception as error:  # noqa: BLE001 (such as a lack of memory; the requests raise it)
                 told = [("error", rid, one_line(error)) for rid, _ in self._decoder.abort(None)]
             for each in told:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, nullcontext
 from dataclasses import replace
@@ -124,6 +125,26 @@ async def _in_place(logs: Path) -> bool:
     """Return True once rank 0 is in its collective and rank 1 is stopped."""
     found = await asyncio.to_thread(stacks_here, str(logs))
     return "all_reduce" in (call_of(found["toy-0"]) or "") and "it is stopped" in found["toy-1"]
+
+
+@pytest.mark.parametrize("stopped", [False, True])
+async def test_rank_that_was_killed_starts_again_on_its_devices(
+    stopped: bool, bundles: PlacementGroup, tmp_path: Path
+) -> None:
+    """A bundle has one CPU, so the process starts only once the former, which may be stopped, has freed it."""
+    async with group_of(bundles, SEATS, tmp_path) as group:
+        await group.call("add", 1)
+        other, former = group.ranks
+        if stopped:
+            os.kill(await group.call_rank(1, "pid"), signal.SIGSTOP)
+        group.kill_rank(1)
+        with pytest.raises(RankDied):
+            await group.call_rank(1, "add", 2)
+        await group.relaunch(1, Toy, (7,), 300)
+        assert group.ranks[0] is other
+        assert group.ranks[1] is not former
+        assert (group.ranks[1].name, group.ranks[1].log) == (former.name, former.log)
+        assert await group.call("add", 3) == [(0, [1, 3]), (7, [3])]
 
 
 @pytest.mark.parametrize("known", [False, True])

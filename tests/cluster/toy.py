@@ -17,6 +17,10 @@ class Toy:
         self.rank = rank
         self.calls: list[int] = []
 
+    def pid(self) -> int:
+        """Return the id of this process."""
+        return os.getpid()
+
     def add(self, value: int) -> tuple[int, list[int]]:
         self.calls.append(value)
         return self.rank, list(self.calls)

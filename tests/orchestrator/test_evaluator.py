@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from rlsys.config.schema import EvalConfig, RunConfig
-from rlsys.orchestrator.engine_pool import NoEngineLeft
 from rlsys.orchestrator.evaluation.heldout import Evaluation
 from rlsys.orchestrator.evaluator import ATTEMPTS, Evaluator
+from rlsys.orchestrator.membership import NoEngineLeft
 from tests.orchestrator.groups.engines import NEVER, Engines, make, taking
 from tests.support.scheduled import NoSearch
 from tests.support.trajectories import question
@@ -36,7 +36,7 @@ async def test_evaluation_waits_for_the_only_engine_that_lives_to_be_put_back() 
     one, recorded = evaluator(engines)
     async with asyncio.TaskGroup() as background:
         await one.evaluate_aside(1, background)
-        (idle,) = {0, 1} - one._engines._router.aside
+        (idle,) = {0, 1} - one._engines.engines.members.aside
         engines.die(idle)
         await one._engines.load_bucket(0)  # The pool notices the death.
         assert one._engines.capacity == 0

@@ -24,8 +24,12 @@ async def test_dead_search_server_ends_a_step_that_waits_for_groups() -> None:
 
     actor = SimpleNamespace(fills_micro_batches=lambda _: True)
     groups = SimpleNamespace(count_to=lambda _: None, trained={"actor": actor}, devices=None)
-    parts: dict[str, Any] = dict.fromkeys(("weights", "evaluator", "saver", "rewards", "kl"))
-    parts |= {"groups": groups, "log": SimpleNamespace(begin_step=lambda: None), "questions_sha256": ""}
+    parts: dict[str, Any] = dict.fromkeys(("weights", "supervisor", "evaluator", "saver", "rewards", "kl"))
+    parts |= {
+        "groups": groups,
+        "log": SimpleNamespace(begin_step=lambda: None, faults=SimpleNamespace()),
+        "questions_sha256": "",
+    }
     parts |= {"pipeline": SimpleNamespace(take=take), "search": SimpleNamespace(require=require)}
     with pytest.raises(ExceptionGroup) as found:
         await Run(config=RunConfig(), **parts).train_step(1)

@@ -105,8 +105,7 @@ class Playback:
 
     def __init__(self, config: RunConfig, recording: Recording, arrivals: Arrivals, seen: Outcome) -> None:
         self.workers = SimpleNamespace(ranks=[SimpleNamespace(name="rollout rank 0")])
-        self.living = (0,)
-        self.deaths = ()
+        self.living = {0: None}
         self.step = 0
         self.waits_for = ""
         self.weights: dict[str, Tensor] = {}
@@ -132,9 +131,6 @@ class Playback:
     async def in_flight(self) -> Mapping[int, tuple[EpisodeProgress, ...]]:
         """Return no partial episodes, as episodes are played back whole."""
         return {}
-
-    async def refresh_activity(self) -> None:
-        """Do nothing, as played-back episodes do not search."""
 
     async def open_transport(self, specs: Mapping[int, TransportSpec]) -> None:
         self._end: Receiver = open_receiver(specs[0])
@@ -206,6 +202,13 @@ class Learner(ActorGroup):
     def shard(self, samples: Sequence[Sample]) -> tuple[Plan, list[list[MicroBatch]]]:
         """Return the sample indices and the micro-batches of each data-parallel rank."""
         return self._sharder.shard(samples)
+
+
+class NoDeaths:
+    """Supervisor of played-back episodes, which need no engine."""
+
+    async def run(self, *_: Any) -> None:
+        await asyncio.Event().wait()
 
 
 class NoSearch:
@@ -288,7 +291,7 @@ def assemble(
         state.pipeline if state else None,
     )
     follows = [takes] if scores_with_policy(config.algorithm) else []
-    absent: dict[str, Any] = {"search": NoSearch(), "evaluator": None, "saver": None}
+    absent: dict[str, Any] = {"search": NoSearch(), "supervisor": NoDeaths(), "evaluator": None, "saver": None}
     return Run(
         config=config,
         log=log,

@@ -252,6 +252,8 @@ class EngineActivity:
     """True if the engine generates, or holds requests back during a weight switch."""
     awaited: Mapping[str, int]
     """Tool name or `SEARCH` -> number of episodes that wait for it."""
+    progress: float | None = None
+    """Number that has changed if the engine's processes have done anything; None if the engine cannot tell."""
 
 
 def common_wait(activities: Sequence[EngineActivity]) -> str:

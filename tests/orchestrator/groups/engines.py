@@ -17,7 +17,8 @@ from rlsys.config.schema import RolloutConfig, RunConfig
 from rlsys.data.question import Question
 from rlsys.data.trajectory import Trajectory
 from rlsys.observe.spans import Tracer
-from rlsys.orchestrator.engine_pool import EnginePool, NoEngineLeft
+from rlsys.orchestrator.engine_pool import EnginePool
+from rlsys.orchestrator.membership import Member, NoEngineLeft
 from rlsys.orchestrator.pipeline.rollout_pipeline import GroupLost
 from rlsys.rollout.agent.episode import EngineActivity
 from rlsys.rollout.agent.tokens import EpisodeProgress
@@ -95,6 +96,8 @@ class Engines:
         `continues` is True for `on_update=continue`: a switch does not wait for running groups.
         """
         self.ranks = [Worker(number) for number in range(count)]
+        self.former: list[Worker] = []
+        """Workers that were started again."""
         self.starts: defaultdict[str, list[tuple[int, float]]] = defaultdict(list)
         """Question -> (engine, time) of every attempt to run it."""
         self.answered_by: defaultdict[str, list[tuple[int, int]]] = defaultdict(list)
@@ -146,6 +149,17 @@ class Engines:
     def kill_rank(self, index: int) -> None:
         self.ranks[index].killed = True
         self.ranks[index].end()
+
+    async def restart(self, member: Member) -> None:
+        """Start an engine again, as `restart_engine` does. Raises the failure of `start`, if any."""
+        former = self.ranks[member.engine]
+        if not former.killed:
+            self.breaches.append(f"engine {member.engine} is started beside its former process")
+        await asyncio.sleep(self._seconds("start", (member,)))
+        if "start" in self._failures:
+            raise self._failures["start"]
+        self.former.append(former)
+        self.ranks[member.engine] = Worker(member.engine)
 
     def log_tail(self, index: int) -> str:
         return f"The last lines of engine {index}"

@@ -12,10 +12,9 @@ from rlsys.orchestrator.engine_pool import (
     ABORT_TIMEOUT_S,
     MARGIN_S,
     PING_TIMEOUT_S,
-    NoEngineLeft,
-    NoneSetAside,
     ReservedEngines,
 )
+from rlsys.orchestrator.membership import NoEngineLeft, NoneSetAside
 from rlsys.orchestrator.pipeline.rollout_pipeline import GroupLost, LostReason
 from tests.orchestrator.groups.engines import NEVER, SAMPLES, TIMEOUT_S, Engines, make
 from tests.support.trajectories import question
@@ -92,7 +91,7 @@ class SeededRun:
 
     async def _ask_aside(self, number: int) -> None:
         async with self.group.reserve(self.random.randint(1, 4)) as reserved:
-            aside = self.group._router.aside
+            aside = self.group.engines.members.aside
             assert self.count == 1 or len(self.group.living) == 1 or set(self.group.living) - aside
             asking = [
                 asyncio.ensure_future(self._answer(reserved, 1000 * number + question_number))

@@ -61,8 +61,7 @@ class Receivers:
 
     name: str
     events: list[str]
-    living: tuple[int, ...] = (0, 1)
-    deaths: tuple[asyncio.Future[str], ...] = ()
+    living: dict[int, None] = field(default_factory=lambda: {0: None, 1: None})
     opened: list[Mapping[int, TransportSpec]] = field(default_factory=list)
     failure: Exception | None = None
     may_finish: asyncio.Event = field(default_factory=asyncio.Event)
@@ -172,7 +171,7 @@ async def test_transport_has_a_rank_per_living_process_and_reopens_after_a_death
     assert [(one.rank, one.name) for one in rollout.opened[0].values()] == [(3, names[3]), (4, names[4])]
     await sync.send(2)
     assert len(actor.specs) == 1
-    rollout.living = (1,)
+    rollout.living = {1: None}
     await sync.send(3)
     assert [(one.rank, one.name) for one in rollout.opened[1].values()] == [(3, "rollout rank 1")]
     assert actor.specs[1].members == (*names[:3], "rollout rank 1")

@@ -13,7 +13,8 @@ from unittest.mock import patch
 
 import pytest
 
-from rlsys.orchestrator.engine_pool import Router, VersionSwitch
+from rlsys.orchestrator.engine_pool import EnginePool
+from rlsys.orchestrator.membership import Members
 from rlsys.orchestrator.pipeline.rollout_pipeline import RolloutPipeline
 from rlsys.orchestrator.pipeline.scheduler import StalenessScheduler
 from rlsys.orchestrator.weight_sync import WeightSync
@@ -191,16 +192,16 @@ MUSEUM = (
     Exhibit(
         "AReaL#1180",
         "engines stay paused after a weight update",
-        Router.reopen,
-        "self._closed.discard(engine)",
-        "pass",
+        Members.switched,
+        "self._change(one, version=version)",
+        "self",
         "search",
         ON_POLICY,
     ),
     Exhibit(
         "prime-rl#2912",
         "the end of an evaluation wakes no rollout",
-        VersionSwitch.put_back,
+        EnginePool._on_change,
         "    self._advance()",
         "    pass",
         "simulation of the engine pool",

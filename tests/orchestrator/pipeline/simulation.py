@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from rlsys.data.question import PromptSource, SourceState
 from rlsys.errors import root_cause
 from rlsys.observe import status
-from rlsys.orchestrator.engine_pool import NoEngineLeft
+from rlsys.orchestrator.membership import NoEngineLeft
 from rlsys.orchestrator.pipeline.rollout_pipeline import (
     MAX_LOSSES,
     Handlers,
@@ -250,7 +250,7 @@ def live(simulation: Simulation, runner: Runner = _virtually) -> None:
     except ExceptionGroup as group:
         error = record.broken or root_cause(group)
         stopped = script.ending == "stop" and record.over and isinstance(error, RuntimeError)
-        if isinstance(error, NoEngineLeft) and not simulation.engines.router.living:
+        if isinstance(error, NoEngineLeft) and not simulation.engines.router.members.living:
             simulation.ended_early = True
         elif not stopped and not isinstance(error, Failure):
             raise error from None

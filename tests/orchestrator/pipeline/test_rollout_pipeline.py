@@ -12,7 +12,7 @@ from rlsys.config.schema import RunConfig, TrainerConfig
 from rlsys.data.question import PromptSource, Question
 from rlsys.data.trajectory import Group, Sample, Scores, Trajectory
 from rlsys.errors import root_cause
-from rlsys.orchestrator.engine_pool import NoEngineLeft
+from rlsys.orchestrator.membership import NoEngineLeft
 from rlsys.orchestrator.pipeline.rollout_pipeline import Handlers, RolloutPipeline, ScoreBatchSize
 from rlsys.orchestrator.pipeline.scheduler import DropReason, StalenessScheduler
 from rlsys.orchestrator.pipeline.training_step import MiniBatches, learn, mini_batches, score_batch_size

@@ -18,7 +18,7 @@ import numpy as np
 from rlsys.data.question import Question
 from rlsys.data.trajectory import Finish, Floats, Group, Sample, Scores, Trajectory
 from rlsys.observe.spans import Tracer
-from rlsys.orchestrator.engine_pool import Router
+from rlsys.orchestrator.membership import Members, Router
 from rlsys.orchestrator.pipeline.rollout_pipeline import GroupLost, LostReason
 from rlsys.orchestrator.worker_groups import OffloadManager
 from rlsys.rollout.agent.episode import EngineDied
@@ -122,7 +122,7 @@ class Engines(_Worker):
 
     def __init__(self, script: Script, record: Record) -> None:
         super().__init__(script, record)
-        self.router = Router(script.engines, script.slots)
+        self.router = Router(Members.first(script.engines), script.slots)
         self._engines = [_Engine(number, record.version) for number in range(script.engines)]
         self._answers: dict[int, asyncio.Future[list[Trajectory]]] = {}
         self._changed = asyncio.Event()
@@ -130,7 +130,7 @@ class Engines(_Worker):
     @property
     def capacity(self) -> int:
         """Number of groups that the living engines can run at the same time."""
-        return self.script.room * len(self.router.living)
+        return self.script.room * len(self.router.members.living)
 
     async def run_group(
         self, question: Question, number: int, begun: Sequence[EpisodeProgress] = ()
@@ -174,17 +174,19 @@ class Engines(_Worker):
 
     async def switch(self, version: int) -> None:
         """Switch every engine to `version`, each at its own time."""
+        self.router.update(self.router.members.raise_to(version))
         async with asyncio.TaskGroup() as tasks:
             for engine in self._engines:
                 tasks.create_task(self._switch(engine, version))
 
     def kill(self, number: int) -> None:
         """Kill an engine, the last one only if the script says so. Its groups may still answer, which is too late."""
-        if number not in self.router.living or (len(self.router.living) == 1 and not self.script.last_may_die):
+        members = self.router.members
+        if number not in members.of_engine or (len(members.living) == 1 and not self.script.last_may_die):
             return
         engine = self._engines[number]
         engine.alive = False
-        orphans = self.router.died(number)
+        orphans = self.router.update(members.remove(members.of_engine[number]))
         for key in orphans.retry:
             self._fail(int(key), EngineDied(f"engine {number}"))
         for key, reason in orphans.lost.items():
@@ -202,7 +204,9 @@ class Engines(_Worker):
 
     async def _engine_of(self, key: str) -> _Engine:
         await self._until(lambda: self.router.assign(key, self.script.samples) is not None)
-        return self._engines[self.router.assign(key, self.script.samples)]
+        one = self.router.assign(key, self.script.samples)
+        assert one is not None
+        return self._engines[one.engine]
 
     def _play(self, number: int, question: Question, begun: Sequence[EpisodeProgress], engine: _Engine) -> _Play:
         rng = self.script.rng
@@ -253,7 +257,6 @@ class Engines(_Worker):
         await self.script.pause("close")
         if not engine.alive:
             return
-        self.router.close(engine.number)
         engine.updating = True
         if not self.script.mixed:
             await self._until(lambda: not engine.plays)
@@ -261,7 +264,8 @@ class Engines(_Worker):
         if not engine.alive:
             return
         engine.version, engine.updating = version, False
-        self.router.reopen(engine.number)
+        members = self.router.members
+        self.router.update(members.switched(members.of_engine[engine.number], version))
         held_back, engine.held_back = engine.held_back, []
         for play in [
             one for one in engine.plays if one not in held_back

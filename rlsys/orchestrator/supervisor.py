@@ -1,0 +1,138 @@
+"""Finds engines that hang, and starts engines again that have died or hung.
+
+    serving --dies, hangs--> killed --> started on the same devices --> gets the weights, verified --> serving
+                               |                                            (`WeightSync.catch_up`)
+                               +--> dropped from the pool, if `cluster.restarts` are used up
+
+A start or a transfer that fails uses up another restart. Prompt groups of the engine are run again at once, on other
+engines; requests wait while no engine lives and one is being started.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+
+from rlsys.cluster.worker_group import RankDied
+from rlsys.config.schema import Mode, RunConfig
+from rlsys.errors import RunError, UserError
+from rlsys.observe.faults import Fault, FaultKind, FaultLog, Outcome
+from rlsys.orchestrator.engine_pool import EnginePool, Newcomer
+from rlsys.orchestrator.membership import Member, Members, RestartBudget, Standing
+from rlsys.orchestrator.weight_sync import WeightSync
+from rlsys.rollout.agent.episode import EngineActivity
+
+
+@dataclass(slots=True)
+class _Beat:
+    progress: float | None
+    since_s: float
+    """Time of the last sign of progress."""
+
+
+class Heartbeats:
+    """Measures how long engines have made no progress. Pure.
+
+    An engine makes progress if it answers and is idle, or if its `progress` has changed. Waiting for a search is idle.
+    """
+
+    def __init__(self) -> None:
+        self._beats: dict[int, _Beat] = {}
+        """Life of a member -> its last sign of progress."""
+
+    def note(self, life: int, activity: EngineActivity | None, now_s: float) -> float:
+        """Note what a member reported, None if it did not answer; return the seconds without progress."""
+        beat = self._beats.setdefault(life, _Beat(None, now_s))
+        if activity is not None:
+            stalled = activity.busy and activity.progress is not None and activity.progress == beat.progress
+            if not stalled:
+                beat.progress, beat.since_s = activity.progress, now_s
+        return now_s - beat.since_s
+
+
+class Supervisor:
+    """Watches the engines of a pool. `sync` is the weight sync from which engines that are started again catch up."""
+
+    def __init__(
+        self,
+        pool: EnginePool,
+        sync: WeightSync,
+        start: Callable[[Member], Awaitable[None]],
+        faults: FaultLog,
+        config: RunConfig,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`start` starts a member's process and model; it raises RunError or UserError if that fails."""
+        self.sync = sync
+        self._pool, self._engines, self._start = pool, pool.engines, start
+        self._faults, self._clock = faults, clock
+        most = 0 if config.cluster.mode is Mode.colocated else config.cluster.restarts
+        self._budget = RestartBudget(most, config.cluster.restart_window_s)
+        self._stall_timeout_s = config.rollout.engine.stall_timeout_s
+        self._heartbeats = Heartbeats()
+        self._open: dict[int, Fault] = {}
+        """Engine -> its fault that is not over."""
+
+    async def run(self, poll_s: float, after_poll: Callable[[], None] = lambda: None) -> None:
+        """Watch and restart engines until cancelled; call `after_poll` after each poll of the engines."""
+        async with asyncio.TaskGroup() as restarts:
+            begun: set[int] = set()
+
+            def restart_new(members: Members) -> None:
+                for one in members.of_engine.values():
+                    if one.standing is Standing.starting and one.life not in begun:
+                        begun.add(one.life)
+                        restarts.create_task(self._restart(one))
+
+            unsubscribe = self._engines.subscribe(restart_new)
+            self._engines.on_loss = self._lost
+            try:
+                while True:
+                    await asyncio.sleep(poll_s)
+                    await self.poll()
+                    after_poll()
+            finally:
+                self._engines.on_loss = lambda *_: False
+                unsubscribe()
+
+    async def poll(self) -> None:
+        """Ask the engines for their activity; suspect those without progress, and remove those that hang."""
+        for one, activity in (await self._pool.activity()).items():
+            quiet_s = self._heartbeats.note(one.life, activity, self._clock())
+            if quiet_s >= self._stall_timeout_s:
+                hung = RankDied(f"engine {one.engine} has made no progress for {quiet_s:.0f} s.", one.engine)
+                self._engines.lost(one, hung, FaultKind.hung)
+                continue
+            members = self._engines.members
+            judged = members.suspect(one) if 2 * quiet_s >= self._stall_timeout_s else members.trust(one)
+            if judged is not members:
+                self._engines.change(judged)
+
+    def _lost(self, one: Member, kind: FaultKind, why: str) -> bool:
+        """Record the fault of a member; return True if its engine is started again."""
+        returns = self._budget.take(self._clock())
+        if one.engine not in self._open:
+            groups = self._pool.groups_on(one)
+            detail = f"{why.rstrip('.')}; {groups} prompt groups are run again."
+            self._open[one.engine] = self._faults.begin(f"engine {one.engine}", kind, detail)
+        if not returns:
+            self._end(one, Outcome.given_up, f"no restart is left: {why}")
+        return returns
+
+    def _end(self, one: Member, outcome: Outcome, detail: str) -> None:
+        fault = self._open.pop(one.engine, None)
+        if fault is not None:
+            self._faults.end(fault, outcome, detail)
+
+    async def _restart(self, one: Member) -> None:
+        """Start a new member and admit it with the current weights; a failure is another loss of its engine."""
+        try:
+            await self._start(one)
+            self._engines.change(self._engines.members.started(one))
+            version = await self.sync.catch_up(Newcomer(self._engines, one))
+        except (RunError, UserError) as problem:
+            self._engines.lost(one, problem)
+        else:
+            self._end(one, Outcome.recovered, f"started again; it has verified version {version}")

@@ -1,0 +1,206 @@
+"""Tests of the members and the router against a simple model, and of the budget of restarts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from rlsys.orchestrator.membership import Member, Members, NoEngineLeft, NoneSetAside, RestartBudget, Router, Standing
+
+KEYS = [f"k{number}" for number in range(12)]
+
+
+@dataclass
+class Life:
+    """The model of one life of an engine: plain mutable state."""
+
+    engine: int
+    standing: str = "serving"
+    version: int = -1
+    aside: bool = False
+    keys: dict[str, int] = field(default_factory=dict)
+
+
+class MembersAndRouter(RuleBasedStateMachine):
+    """Applies events to snapshots, and to a list of lives with plain flags."""
+
+    @initialize(engines=st.integers(1, 4), slots=st.one_of(st.none(), st.integers(1, 6)))
+    def begin(self, engines: int, slots: int | None) -> None:
+        self.members, self.slots = Members.first(engines), slots
+        self.router = Router(self.members, slots)
+        self.lives = [Life(engine) for engine in range(engines)]
+        self.version = -1
+        self.former: list[Member] = []
+        self.died_under: dict[str, int] = {}
+        self.retry: set[str] = set()
+        self.engines = engines
+
+    def life(self, engine: int) -> Life | None:
+        return next((one for one in self.lives if one.engine == engine), None)
+
+    def step(self, members: Members) -> None:
+        self.former += self.members.of_engine.values()
+        self.members = members
+        orphans = self.router.update(members)
+        assert set(orphans.retry) == self.retry
+        self.retry = set()
+
+    def pick(self, data: Any, *standings: str) -> tuple[Member, Life]:
+        chosen = data.draw(st.sampled_from([one for one in self.lives if one.standing in standings]))
+        return self.members.of_engine[chosen.engine], chosen
+
+    @precondition(lambda self: self.lives)
+    @rule(data=st.data(), returns=st.booleans())
+    def die(self, data: Any, returns: bool) -> None:
+        member, life = self.pick(data, "starting", "joining", "serving", "suspect")
+        self.lives.remove(life)
+        if returns:
+            self.lives.append(Life(life.engine, "starting"))
+        for key in life.keys:
+            if key in self.died_under:
+                del self.died_under[key]
+            else:
+                self.died_under[key] = life.engine
+                self.retry.add(key)
+        self.step(self.members.remove(member, returns))
+
+    @rule(data=st.data())
+    def join(self, data: Any) -> None:
+        free = [engine for engine in range(self.engines) if self.life(engine) is None]
+        if not free:
+            with pytest.raises(ValueError, match="member"):
+                self.members.join(data.draw(st.integers(0, self.engines - 1)))
+            return
+        engine = data.draw(st.sampled_from(free))
+        self.lives.append(Life(engine, "starting"))
+        self.step(self.members.join(engine))
+
+    @precondition(lambda self: any(one.standing == "starting" for one in self.lives))
+    @rule(data=st.data())
+    def start(self, data: Any) -> None:
+        member, life = self.pick(data, "starting")
+        life.standing = "joining"
+        self.step(self.members.started(member))
+
+    @precondition(lambda self: any(one.standing == "joining" for one in self.lives))
+    @rule(data=st.data(), late=st.integers(0, 2))
+    def admit(self, data: Any, late: int) -> None:
+        member, life = self.pick(data, "joining")
+        life.standing, life.version = "serving", max(-1, self.version - late)
+        self.step(self.members.admit(member, life.version if life.version >= 0 else None))
+
+    @precondition(lambda self: any(one.standing in ("serving", "suspect") for one in self.lives))
+    @rule(data=st.data(), suspect=st.booleans())
+    def judge(self, data: Any, suspect: bool) -> None:
+        member, life = self.pick(data, "serving", "suspect")
+        life.standing = "suspect" if suspect else "serving"
+        self.step(self.members.suspect(member) if suspect else self.members.trust(member))
+
+    @rule()
+    def raise_version(self) -> None:
+        self.version += 1
+        self.step(self.members.raise_to(self.version))
+
+    @precondition(lambda self: any(one.standing in ("serving", "suspect") for one in self.lives))
+    @rule(data=st.data())
+    def switch(self, data: Any) -> None:
+        member, life = self.pick(data, "serving", "suspect")
+        if self.version >= 0:
+            life.version = self.version
+            self.step(self.members.switched(member, self.version))
+
+    @precondition(lambda self: any(one.standing == "serving" for one in self.lives))
+    @rule(data=st.data(), aside=st.booleans())
+    def set_aside(self, data: Any, aside: bool) -> None:
+        member, life = self.pick(data, "serving")
+        life.aside = aside
+        self.step(self.members.set_aside([member], aside))
+
+    @precondition(lambda self: self.former)
+    @rule(data=st.data(), event=st.sampled_from(["started", "suspect", "trust", "remove"]))
+    def late_event(self, data: Any, event: str) -> None:
+        """An event about a member that is gone changes nothing."""
+        gone = [
+            one for one in self.former if not any(one.life == held.life for held in self.members.of_engine.values())
+        ]
+        if gone:
+            member = data.draw(st.sampled_from(gone))
+            assert getattr(self.members, event)(member) is self.members
+            assert self.members.switched(member, 99) is self.members
+            assert self.members.admit(member, 99) is self.members
+
+    @rule(key=st.sampled_from(KEYS), size=st.integers(1, 4), aside=st.booleans())
+    def assign(self, key: str, size: int, aside: bool) -> None:
+        held = next((one for one in self.lives if key in one.keys), None)
+        if held is not None:
+            found = self.router.assign(key, size, aside)
+            assert found is not None
+            assert found.engine == held.engine
+            return
+        if not self.lives:
+            with pytest.raises(NoEngineLeft):
+                self.router.assign(key, size, aside)
+            return
+        up = [one for one in self.lives if one.standing in ("serving", "suspect")]
+        if aside and not any(one.aside for one in up):
+            with pytest.raises(NoneSetAside):
+                self.router.assign(key, size, aside)
+            return
+        current = [one for one in self.lives if one.standing == "serving" and one.aside is aside]
+        fit = [one for one in current if aside or one.version >= self.version]
+        best = min(fit, key=lambda one: (sum(one.keys.values()), one.engine), default=None)
+        load = sum(best.keys.values()) if best else 0
+        if best is not None and self.slots is not None and load and load + size > self.slots:
+            best = None
+        found = self.router.assign(key, size, aside)
+        assert (found and found.engine) == (best and best.engine)
+        if best is not None:
+            best.keys[key] = size
+
+    @rule(key=st.sampled_from(KEYS))
+    def release(self, key: str) -> None:
+        self.router.release(key)
+        self.died_under.pop(key, None)
+        for one in self.lives:
+            one.keys.pop(key, None)
+
+    @invariant()
+    def same(self) -> None:
+        if not hasattr(self, "members"):
+            return
+        held = {
+            engine: (one.standing.value, -1 if one.version is None else one.version, one.aside)
+            for engine, one in self.members.of_engine.items()
+        }
+        assert held == {one.engine: (one.standing, one.version, one.aside) for one in self.lives}
+        for one in self.lives:
+            assert self.router.load(self.members.of_engine[one.engine]) == sum(one.keys.values())
+        born = [one.life for one in self.members.of_engine.values()]
+        assert len(set(born)) == len(born)
+        assert all(life < self.members.born for life in born)
+
+
+TestMembersAndRouter = MembersAndRouter.TestCase
+TestMembersAndRouter.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+
+
+def test_snapshot_does_not_change() -> None:
+    first = Members.first(2)
+    after = first.suspect(first.of_engine[0]).remove(first.of_engine[1], returns=True)
+    assert [one.standing for one in first.of_engine.values()] == [Standing.serving] * 2
+    assert [(one.life, one.standing) for one in after.of_engine.values()] == [
+        (0, Standing.suspect),
+        (2, Standing.starting),
+    ]
+
+
+def test_restarts_are_counted_within_a_sliding_window() -> None:
+    budget = RestartBudget(2, 10.0)
+    taken = [budget.take(second) for second in (0.0, 4.0, 5.0, 9.9, 10.0, 13.0, 14.0, 15.0)]
+    assert taken == [True, True, False, False, True, False, True, False]
+    assert not RestartBudget(0, 10.0).take(0.0)

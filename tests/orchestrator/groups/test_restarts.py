@@ -1,0 +1,263 @@
+"""Tests of engines that die or hang and are started again, in virtual time: the real pool, sync and supervisor."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlsys.config.algorithm import AlgorithmConfig
+from rlsys.config.schema import ClusterConfig, Device, RolloutConfig, RunConfig, SglangConfig, SyncMode
+from rlsys.errors import RunError
+from rlsys.observe.faults import FaultLog
+from rlsys.observe.spans import Tracer
+from rlsys.orchestrator import weight_sync
+from rlsys.orchestrator.engine_pool import EnginePool
+from rlsys.orchestrator.membership import NoEngineLeft, NoneSetAside
+from rlsys.orchestrator.pipeline.rollout_pipeline import GroupLost
+from rlsys.orchestrator.supervisor import Heartbeats, Supervisor
+from rlsys.orchestrator.weight_sync import WeightSync
+from rlsys.rollout.agent.episode import EngineActivity
+from tests.orchestrator.groups.engines import CALL_TIMEOUT_S, SAMPLES, TIMEOUT_S, Engines, make, settle, taking
+from tests.orchestrator.groups.simulated_sync import BUCKETS, Simulation
+from tests.support.trajectories import question
+from tests.support.virtual_time import now, run_virtually, virtually
+
+STALL_S = 60.0
+
+
+def rows(file: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+def config_of(restarts: int) -> RunConfig:
+    return RunConfig(
+        rollout=RolloutConfig(
+            max_episodes=8, episode_timeout_s=TIMEOUT_S, engine=SglangConfig(stall_timeout_s=STALL_S)
+        ),
+        algorithm=AlgorithmConfig(n_samples=SAMPLES),
+        cluster=ClusterConfig(
+            device=Device.cpu,
+            sync_mode=SyncMode.broadcast,
+            call_timeout_s=CALL_TIMEOUT_S,
+            restarts=restarts,
+            restart_window_s=1e9,
+        ),
+    )
+
+
+def supervised(engines: Any, sync: Any, restarts: int, log: Path) -> tuple[EnginePool, Supervisor]:
+    pool, _ = make(engines)
+    supervisor = Supervisor(pool, sync, engines.restart, FaultLog(log), config_of(restarts), clock=now)
+    return pool, supervisor
+
+
+class Copy:
+    """A weight sync that has pushed `version`, which every newcomer takes at once."""
+
+    version = 5
+
+    async def catch_up(self, newcomer: Any) -> int:
+        await newcomer.begin_update(self.version)
+        await newcomer.finish_update(self.version, "digest")
+        return self.version
+
+
+@virtually
+async def test_requests_wait_for_the_last_engine_to_come_back(tmp_path: Path) -> None:
+    engines = Engines(1, taking(run_group=10, start=100))
+    pool, supervisor = supervised(engines, Copy(), 1, tmp_path / "faults")
+    pool.engines.change(pool.engines.members.raise_to(5).switched(pool.engines.members.living[0], 5))
+    engines.published = 5
+    engines.ranks[0].version = 5
+    watching = asyncio.ensure_future(supervisor.run(1.0))
+    asked = asyncio.ensure_future(pool.run_group(question(0), 0))
+    await asyncio.sleep(5)
+    engines.die(0)
+    late = asyncio.ensure_future(pool.run_group(question(1), 1))
+    await asyncio.gather(asked, late)
+    assert now() == 5 + 100 + 10
+    assert [one.version for one in pool.engines.members.living] == [5]
+    assert (engines.breaches, len(engines.former)) == ([], 1)
+    engines.die(0)
+    with pytest.raises(NoEngineLeft, match="died"):
+        await pool.run_group(question(2), 2)
+    watching.cancel()
+    await asyncio.wait({watching})
+    assert [row["event"] for row in rows(tmp_path / "faults")] == ["began", "recovered", "began", "given_up"]
+
+
+@virtually
+async def test_engine_that_cannot_be_started_uses_up_the_restarts(tmp_path: Path) -> None:
+    engines = Engines(2, taking(run_group=10, start=7), failures={"start": RunError("no model")})
+    pool, supervisor = supervised(engines, Copy(), 3, tmp_path / "faults")
+    watching = asyncio.ensure_future(supervisor.run(1.0))
+    await settle()
+    engines.die(1)
+    await pool.load_bucket(0)
+    await asyncio.sleep(100)
+    assert (tuple(pool.living), pool.engines.members.of_engine.keys()) == ((0,), {0})
+    assert "no model" in pool.engines.last_error
+    assert [row["event"] for row in rows(tmp_path / "faults")] == ["began", "given_up"]
+    await pool.run_group(question(0), 0)
+    watching.cancel()
+    await asyncio.wait({watching})
+
+
+@pytest.mark.parametrize("answers", [True, False])
+@virtually
+async def test_engine_that_makes_no_progress_is_suspect_then_restarted(answers: bool, tmp_path: Path) -> None:
+    engines = Engines(2, taking(run_group=400, start=20))
+    pool, supervisor = supervised(engines, Copy(), 1, tmp_path / "faults")
+    watching = asyncio.ensure_future(supervisor.run(1.0))
+    waiting = asyncio.ensure_future(pool.run_group(question(0), 0))
+    await settle()
+    assert engines.starts["q:0"] == [(0, 0.0)]
+    engines.ranks[0].activity = EngineActivity(True, {}, 17.0)
+    engines.ranks[0].silent = not answers
+    await asyncio.sleep(STALL_S / 2 + 15)
+    more = [asyncio.ensure_future(pool.run_group(question(number), number)) for number in (1, 2)]
+    await settle()
+    assert {engines.starts[f"q:{number}"][0][0] for number in (1, 2)} == {1}, "a suspect engine gets no new groups"
+    await asyncio.wait_for(asyncio.gather(waiting, *more), 1200)
+    (first, began), (second, again) = engines.starts["q:0"]
+    assert (first, began) == (0, 0.0)
+    assert STALL_S <= again <= 400 + STALL_S, second
+    assert len(engines.former) == 1
+    watching.cancel()
+    await asyncio.wait({watching})
+    assert [row.get("kind") for row in rows(tmp_path / "faults")] == ["hung", None]
+
+
+def test_engine_that_waits_for_a_search_or_generates_is_not_hung() -> None:
+    beats = Heartbeats()
+    for second in range(0, 1000, 10):
+        assert beats.note(1, EngineActivity(False, {"search": 4}, 3.0), second) == 0
+        assert beats.note(2, EngineActivity(True, {}, float(second)), second) == 0
+        assert beats.note(3, EngineActivity(True, {}, None), second) == 0, "an engine that cannot tell"
+    assert beats.note(1, EngineActivity(True, {}, 3.0), 1000) == 10, "since it was last idle"
+    assert beats.note(2, None, 1000) == 10
+    assert beats.note(2, EngineActivity(True, {}, 990.0), 1010) == 20, "an answer alone is no progress"
+    assert beats.note(2, EngineActivity(True, {}, 991.0), 1020) == 0
+
+
+class World(Simulation):
+    """A simulation in which engines die at any moment, and the actor's weights change between two pushes."""
+
+    def __init__(self, seed: int, tmp_path: Path) -> None:
+        super().__init__(seed)
+        self.restarts = self.random.choice([0, 1, 3, 20])
+        self.log = tmp_path / f"faults-{seed}"
+        self.pool, _ = make(self)
+        settings = config_of(self.restarts).cluster
+        self.sync = WeightSync(
+            self.actor,  # type: ignore[arg-type]
+            [self.pool],
+            settings,
+            tmp_path,
+            Tracer("driver"),
+            activated=self.publish,
+        )
+        self.supervisor = Supervisor(
+            self.pool, self.sync, self.restart, FaultLog(self.log), config_of(self.restarts), clock=now
+        )
+        self.given: dict[int, str] = {}
+        """Version -> digest with which it was pushed."""
+
+    def publish(self, version: int) -> None:
+        self.published = version
+
+    def _finish_update(self, worker: Any, call: Any, method: str, args: tuple[Any, ...]) -> None:
+        version, digest = args
+        if digest != self.given.get(version, self.weights) or self.staged[worker.number] != sorted(
+            set(self.staged[worker.number])
+        ):
+            self.breaches.append(f"engine {worker.number} got {digest} as version {version}")
+        if len(self.staged[worker.number]) != BUCKETS:
+            self.breaches.append(f"engine {worker.number} got a part of version {version}")
+        super()._finish_update(worker, call, method, args)
+
+    async def hurt(self) -> None:
+        for _ in range(self.random.randint(0, 2 * len(self.ranks))):
+            await asyncio.sleep(self.random.choice([0, self.random.uniform(0, 20)]))
+            if alive := [worker for worker in self.ranks if worker.alive]:
+                self.end(self.random.choice(alive))
+
+    async def ask(self, number: int) -> str:
+        await asyncio.sleep(self.random.uniform(0, 60))
+        try:
+            await self.pool.run_group(question(number), number)
+        except (GroupLost, NoEngineLeft) as end:
+            return type(end).__name__
+        return "whole"
+
+    async def evaluate(self) -> str:
+        await asyncio.sleep(self.random.uniform(0, 60))
+        try:
+            async with self.pool.reserve(self.random.randint(1, 3)) as reserved:
+                for number in range(3):
+                    answer = await reserved.answer(question(1000 + number))
+                    assert int(answer.versions[1]) == (-1 if reserved.version is None else reserved.version)
+        except (GroupLost, NoneSetAside, NoEngineLeft) as end:
+            return type(end).__name__
+        return "evaluated"
+
+    async def train(self, seen: Counter[str]) -> None:
+        for version in range(1, 5):
+            self.weights = self.given[version] = f"weights {version}"
+            await self.sync.send(version)
+            members = self.pool.engines.members
+            assert {one.version for one in members.living if members.takes(one, aside=False)} <= {version}
+            if self.random.random() < 0.5:  # A step's first update; the push of the next version ends the step.
+                self.weights = f"within step {version}"
+            seen["joined"] += len(self.former)
+            await asyncio.sleep(self.random.uniform(0, 20))
+
+
+def test_engines_that_return_serve_whole_and_current_versions_in_any_interleaving(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: Counter[str] = Counter()
+
+    async def one(seed: int) -> None:
+        world = World(seed, tmp_path)
+        monkeypatch.setattr(weight_sync, "Meeting", world.meeting)
+        watching = asyncio.ensure_future(world.supervisor.run(1.0))
+        asked = [asyncio.ensure_future(world.ask(number)) for number in range(6)]
+        evaluating, hurting = asyncio.ensure_future(world.evaluate()), asyncio.ensure_future(world.hurt())
+        try:
+            await world.train(seen)
+            await asyncio.gather(evaluating, hurting)
+            world.weights = world.given[5] = "weights 5"
+            await world.sync.send(5)  # Ends the waiting of engines that came back within a step.
+            await asyncio.sleep(200)
+            members = world.pool.engines.members
+            assert all(one.lives and one.version == 5 for one in members.of_engine.values())
+            assert len(members.of_engine) == len(world.ranks) or len(world.former) >= world.restarts
+            for each in members.living:
+                assert world.ranks[each.engine].version == 5
+                assert world.ranks[each.engine].alive
+            seen["whole"] += 1
+            seen["returned"] += len(world.former)
+        except NoEngineLeft:
+            assert world.restarts <= len(world.former)
+            assert not any(worker.alive for worker in world.ranks)
+            seen["end"] += 1
+        seen.update(await asyncio.gather(*asked))
+        seen[await evaluating] += 1
+        await hurting
+        watching.cancel()
+        await asyncio.wait({watching})
+        await world.settle()
+        assert world.breaches == []
+        events = Counter(row["event"] for row in rows(world.log)) if world.log.exists() else Counter()
+        seen.update(events)
+        assert events["began"] >= events["recovered"] + events["given_up"]
+
+    for seed in range(60):
+        run_virtually(one(seed))
+    assert min(seen[outcome] for outcome in ("whole", "end", "returned", "recovered", "given_up")) > 10, seen
