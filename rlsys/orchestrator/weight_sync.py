@@ -247,7 +247,12 @@ class WeightSync:
         """Send the version `pushed` to `receiver`; return False if the sender has other weights by now."""
         await receiver.begin_update(pushed.version)
         copied = _Route(self._copies, (receiver,), export=(True,)) if self._copies else None
-        sent = await self._attempt(pushed.version, copied or _Route(self._sender, (receiver,)))
+        try:
+            sent = await self._attempt(pushed.version, copied or _Route(self._sender, (receiver,)))
+        except BaseException:
+            if self._meetings:  # Else the sender would wait for the dead receiver.
+                self._meetings[-1].end()
+            raise
         if sent.digest != pushed.digest:
             return False
         await receiver.finish_update(pushed.version, pushed.digest)

@@ -71,6 +71,8 @@ class Simulation(Engines):
         self.name = "rollout"
         self.quiet = self.random.random() < 0.5
         self.links: list[Broadcast] = []
+        self._left_in: list[Broadcast] = []
+        """Broadcasts in which the actor was waiting when the driver gave up."""
         self.staged: dict[int, list[int]] = {}
         self.weights = "digest"
         """Digest of the actor's current weights."""
@@ -103,12 +105,22 @@ class Simulation(Engines):
         for link in self.links:
             link.lose(worker.name)  # type: ignore[attr-defined]
 
+    async def _meet_all(self, number: int) -> None:
+        link = self.links[-1]
+        try:
+            await link.meet("actor rank 0", number)
+        except asyncio.CancelledError:  # The driver no longer waits, but the actor's process does.
+            self._left_in.append(link)
+            raise
+
     async def _ask_actor(self, method: str, *args: Any) -> list[Any]:
+        if not all(link.ended for link in self._left_in):
+            self.breaches.append(f"the actor cannot {method}: it waits in a broadcast that nobody ends")
         await asyncio.sleep(self.random.uniform(0, 2))
         if method == "open_export":
             self.links[-1].members = args[0].members
             self._sent = 0
-            await self.links[-1].meet("actor rank 0", 0)
+            await self._meet_all(0)
             return [1.0, None]
         if method == "begin_export":
             self._left = BUCKETS
@@ -117,7 +129,7 @@ class Simulation(Engines):
         if method != "next_handle":
             return [None, None]
         if self._sent and self._left < BUCKETS:  # The last bucket must have arrived before the next is sent.
-            await self.links[-1].meet("actor rank 0", self._sent)
+            await self._meet_all(self._sent)
         if not self._left:
             return [None, None]
         self._left -= 1
