@@ -14,6 +14,7 @@ import psutil
 import pytest
 
 from tests.live.test_resume_live import kill_with_all_children, rows
+from tests.orchestrator.groups.test_real_restarts import is_gone
 from tests.support.paths import PROJECT
 from tests.support.runs import LIMIT_S, RLSYS, small
 
@@ -74,7 +75,7 @@ def test_engine_that_is_killed_and_engine_that_hangs_come_back(mode: str, tmp_pa
     finally:
         if process.poll() is None:
             kill_with_all_children(process)
-    assert not any(one.is_running() for one in (killed, worker, hung)), "a replaced process is left"
+    assert all(is_gone(one) for one in (killed, worker, hung)), "a replaced process is left"
 
     faults = rows(folder / "faults.jsonl")
     began = {(row["part"], row["kind"]) for row in faults if row["event"] == "began"}
@@ -87,12 +88,10 @@ def test_engine_that_is_killed_and_engine_that_hangs_come_back(mode: str, tmp_pa
     summary = json.loads((folder / "summary.json").read_text())
     assert summary["weight_syncs"] == STEPS + 1
     assert summary["em_after"] > summary["em_before"] + 0.1
-    spans = json.loads((folder / "trace.json").read_text())["traceEvents"]
     # A restarted engine has counted its updates anew: the one with which it caught up, and those after it.
     for engine in (0, 1):
         assert 1 < metrics[-1][f"engine/{engine}/updates"] < STEPS
         assert metrics[-1][f"engine/{engine}/version"] >= STEPS - 1
-    assert spans
 
     ends = rows(folder / "prompts.jsonl")
     groups = Counter(row["group"] for row in ends)
