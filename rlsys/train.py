@@ -59,7 +59,7 @@ async def train(
         run.pipeline.publish(version=done)
         async with asyncio.TaskGroup() as background:
             background.create_task(run.pipeline.run())  # Generates and scores until `stop`.
-            watching = background.create_task(run.watch_rollouts())
+            watching = [background.create_task(watch()) for watch in (run.watch_rollouts, run.search.watch)]
             for step in range(done + 1, steps + 1):
                 groups, updates = await run.train_step(step)
                 await run.weights.push(version=step)
@@ -84,7 +84,8 @@ async def train(
                     run.pipeline.publish(version=step)
             status.show("waits for the checkpoint to be written", *run.groups.trained)
             await run.saver.finish()
-            watching.cancel()
+            for watch in watching:
+                watch.cancel()
             run.pipeline.stop()
         run.log_prompts(steps)
         if config.algorithm.eval_ref_policy:

@@ -432,11 +432,15 @@ class SearchConfig:
     """Time limit of one HTTP request."""
     retries: Annotated[Whole, Unit("tries")] = 8
     """Retries after every healthy replica has failed a request, with exponential backoff: about 20 s of pauses with 8
-    retries. If all fail, the policy reads an error as the observation."""
+    retries. If no server has answered then, a run pauses (`outage_s`); in an evaluation outside of a run, the policy reads
+    an error as the observation."""
     max_concurrent: Annotated[Count, Unit("requests")] = 64
     """Maximum number of requests in flight from the episodes of one engine."""
     start_timeout_s: Seconds = 180.0
     """Time limit from the start of the run's own server to its first answer. A large index takes minutes to load."""
+    outage_s: Annotated[NotNegative, Unit("s")] = 600.0
+    """Time that a run waits for a search server that no longer answers. The run restarts its own server meanwhile. 0 ends
+    the run at once."""
     cassette: CassetteConfig = field(default_factory=CassetteConfig)
 
 
@@ -485,6 +489,11 @@ class ClusterConfig:
     """Size of one weight bucket; at least the size of the model's largest tensor. Two buckets are in memory at a
     time."""
     search: SearchNodesConfig = field(default_factory=SearchNodesConfig)
+    restarts: Annotated[Whole, Unit("restarts")] = 3
+    """Restarts of a failed part of the run within `restart_window_s`, counted separately for each part. One more failure
+    ends the run, as every failure does with 0."""
+    restart_window_s: Seconds = 3600.0
+    """Time after which a restart no longer counts towards `restarts`."""
 
 
 @dataclass

@@ -14,6 +14,8 @@ Contract:
 - An engine is dead once its process has died or a ping times out. It is killed, dropped from the pool and never called
   again; pending calls to it fail at once. Each of its groups is retried once on another engine, from the progress
   passed to `run_group`. The run continues while one engine lives.
+- A request whose search no server has answered is run again once a server answers; so is one with an aborted episode, if
+  the server did not answer meanwhile. If a search fails twice although the server answers others, it raises GroupLost.
 - When a cancelled `run_group` ends, its engine has ended the group, or has had `ABORT_TIMEOUT_S` to do so.
 
 Engines set aside serve an evaluation while the others roll out. Every engine stages each new version as it arrives. A
@@ -37,13 +39,15 @@ from typing import Any
 from rlsys.cluster.worker_group import RankDied, RankSilent, WorkerGroup, together
 from rlsys.config.schema import RunConfig
 from rlsys.data.question import Question
-from rlsys.data.trajectory import Trajectory
+from rlsys.data.trajectory import Finish, Trajectory
 from rlsys.errors import RunError
 from rlsys.observe.metrics import Metric
 from rlsys.observe.spans import Arg, Span, Tracer, episode_spans
 from rlsys.orchestrator.pipeline.rollout_pipeline import GroupLost, LostReason
+from rlsys.orchestrator.search_server import SearchOutages
 from rlsys.rollout.agent.episode import EngineActivity, EngineDied, common_wait
 from rlsys.rollout.agent.tokens import EpisodeProgress
+from rlsys.search.retrieval import SearchFailed
 
 ENGINE_METRICS = (
     Metric("rollout/engines", "count", "living engines"),
@@ -73,6 +77,9 @@ ACTIVITY_TIMEOUT_S = 5.0
 """Time-out for reporting the activity, which is for display only."""
 PING_TIMEOUT_S = 30.0
 """Time-out of a ping after a call has timed out; an engine that does not answer it is dead."""
+
+SEARCH_TRIES = 2
+"""Tries of a group that may end with a failed search although the search server answers others."""
 
 _log = logging.getLogger(__name__)
 
@@ -125,7 +132,14 @@ class ReservedEngines:
 class EnginePool:
     """All engines of a run. Bound to the event loop that creates it."""
 
-    def __init__(self, workers: WorkerGroup, config: RunConfig, tracer: Tracer, episodes: list[Span]) -> None:
+    def __init__(
+        self,
+        workers: WorkerGroup,
+        config: RunConfig,
+        tracer: Tracer,
+        episodes: list[Span],
+        outages: SearchOutages | None = None,
+    ) -> None:
         """`episodes` collects the generation and search spans of finished groups."""
         self.workers = workers
         self.step = 0
@@ -134,7 +148,7 @@ class EnginePool:
         self._samples = config.algorithm.n_samples
         self._slots = config.rollout.max_episodes
         self._episode_timeout_s = config.rollout.episode_timeout_s
-        self._tracer, self._episodes = tracer, episodes
+        self._tracer, self._episodes, self._outages = tracer, episodes, outages
         self._lost: dict[str, str] = {}
         """Keys of groups that have lost two engines -> reason, for the error message."""
         self._router = Router(len(workers.ranks), self._slots)
@@ -180,7 +194,7 @@ class EnginePool:
         request = _Request(key, question.uid, self._samples, "run_group", args, False, prompt_group, kept)
         self._rolling[key] = request
         try:
-            trajectories: list[Trajectory] = await self._run(request)
+            trajectories: list[Trajectory] = await self._run_searching(request)
             return trajectories
         finally:
             del self._rolling[key]
@@ -195,7 +209,7 @@ class EnginePool:
         """
         key = self._key(question)
         request = _Request(key, question.uid, 1, "answer", (question, sample, temperature, key), aside)
-        trajectory: Trajectory = await self._run(request)
+        trajectory: Trajectory = await self._run_searching(request)
         return trajectory
 
     async def in_flight(self) -> dict[int, tuple[EpisodeProgress, ...]]:
@@ -292,6 +306,26 @@ class EnginePool:
                 _log.warning("rollout engine %d did not stop by itself: %s", engine, str(problem).partition("\n")[0])
 
         await asyncio.gather(*map(stop_one, self.living))
+
+    async def _run_searching(self, request: _Request) -> Any:
+        """Run the request, again if the search server did not answer meanwhile; see the module's contract."""
+        outages, unexplained = self._outages, 0
+        while outages is not None:
+            await outages.available()
+            before = outages.count
+            try:
+                answer = await self._run(request)
+            except SearchFailed as failure:
+                unexplained += not await outages.failed(str(failure))
+                if unexplained == SEARCH_TRIES:
+                    raise self._give_up(request.uid, LostReason.search_failed, str(failure).rstrip(".")) from failure
+                continue
+            if _has_aborted(answer):
+                await outages.check()  # The time of an episode may have run out while it waited for the server.
+                if outages.count > before:
+                    continue
+            return answer
+        return await self._run(request)
 
     async def _run(self, request: _Request) -> Any:
         """Queue the request, run it and return the worker's result, retrying once; see the module's contract."""
@@ -601,6 +635,12 @@ class VersionSwitch:
         for engine in engines:
             self._router.reopen(engine)
         self._advance()
+
+
+def _has_aborted(answer: Trajectory | Sequence[Trajectory]) -> bool:
+    """Return True if an episode of a worker's answer was aborted."""
+    episodes = [answer] if isinstance(answer, Trajectory) else answer
+    return any(episode.finish is Finish.ABORTED for episode in episodes)
 
 
 def _lane(engine: int) -> str:

@@ -63,7 +63,7 @@ from rlsys.orchestrator.run_logger import (
     RunLogger,
 )
 from rlsys.orchestrator.saving import CheckpointedGroup, Saver
-from rlsys.orchestrator.search_server import Serving, require_named, serving, silent
+from rlsys.orchestrator.search_server import Restarts, SearchOutages, require_named, serving, silent
 from rlsys.orchestrator.weight_sync import SYNC_METRICS, WeightSync
 from rlsys.orchestrator.worker_groups import (
     STOP_TIMEOUT_S,
@@ -141,7 +141,7 @@ class Run:
 
     config: RunConfig
     log: RunLogger
-    search: Serving
+    search: SearchOutages
     groups: Groups
     pipeline: RolloutPipeline
     weights: WeightSync
@@ -165,7 +165,7 @@ class Run:
     async def train_step(self, step: int) -> tuple[list[Group], list[Mapping[str, float]]]:
         """Train on the next prompt groups; return them and the statistics of each optimiser step.
 
-        Raises an exception group with a RunError if the search server does not answer.
+        Raises an exception group with a RunError if the search server does not answer in time.
         """
         self.groups.count_to(step)
         self.log.faults.step = step
@@ -173,7 +173,7 @@ class Run:
         status.show("waits for the critic to warm up", *(self.groups.trained.keys() - learners.keys()))
         self.log.begin_step()
         async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(self.search.require())  # Beside the training, which it ends if it fails.
+            tasks.create_task(self.search.check())  # Beside the training, which it ends if it fails.
             groups, updates = await learn(self.pipeline, learners, self.groups.devices, mini_batches(self.config))
         await self.groups.devices.onload("actor")  # The critic may have learned last and may still be on the devices.
         await self.groups.actor.end_step(step)
@@ -325,9 +325,11 @@ async def open_run(config: RunConfig, run_dir: Path, origin: Origin | None = Non
         search = stack.enter_context(serving(config.search, config.cluster.threads, run_dir / "logs"))
         if not search.started:
             await search.require()
+        outages = SearchOutages(search, Restarts(config.cluster), log.faults, log.warn)
+        stack.push_async_callback(outages.close)
         workers = await stack.enter_async_context(started_groups(config, run_dir / "logs"))
         config = replace(config, search=search.search)
-        groups, kl = _groups(config, log, workers), kl_control(config.algorithm)
+        groups, kl = _groups(config, log, workers, outages), kl_control(config.algorithm)
         if origin:
             kl.restore(origin.state.kl)
         await build_groups(config, workers, groups.devices.built, done)
@@ -341,11 +343,11 @@ async def open_run(config: RunConfig, run_dir: Path, origin: Origin | None = Non
         run = Run(
             config=config,
             log=log,
-            search=search,
+            search=outages,
             groups=groups,
             pipeline=pipeline,
             weights=_weight_sync(config, log, groups, pipeline),
-            evaluator=Evaluator(config, log, search, groups.engines, heldout, groups.count_to, saver.awaited),
+            evaluator=Evaluator(config, log, outages, groups.engines, heldout, groups.count_to, saver.awaited),
             saver=saver,
             rewards=rewards,
             kl=kl,
@@ -360,9 +362,9 @@ async def open_run(config: RunConfig, run_dir: Path, origin: Origin | None = Non
         await groups.engines.stop(STOP_TIMEOUT_S)
 
 
-def _groups(config: RunConfig, log: RunLogger, workers: Mapping[str, WorkerGroup]) -> Groups:
+def _groups(config: RunConfig, log: RunLogger, workers: Mapping[str, WorkerGroup], outages: SearchOutages) -> Groups:
     """Return the worker groups, whose processes have no workers yet."""
-    engines = EnginePool(workers["rollout"], config, log.tracers["rollout"], log.episodes)
+    engines = EnginePool(workers["rollout"], config, log.tracers["rollout"], log.episodes, outages)
     actor = ActorGroup(workers["actor"], _sharder(config, "actor", workers), log.tracers["actor"])
     switches = {"rollout": (engines.offload, engines.restore), "actor": (actor.offload, actor.restore)}
     critic, inference = None, None

@@ -226,6 +226,10 @@ class RunLogger:
         for group in ended:
             self._prompts.append({"step": step, "group": group.number, "uid": group.uid, "end": str(group.outcome)})
 
+    def warn(self, sentence: str) -> None:
+        """Print a warning above the progress line."""
+        self.progress.console.print(f"Warning: {sentence}", style="yellow", highlight=False, markup=False)
+
     def begin_step(self) -> None:
         """Start the clock of the next step. Time between two steps counts towards neither step."""
         self._begun_ns, self._begun_cpu_s = self.tracers["driver"].now(), tree_cpu_seconds()
@@ -256,7 +260,7 @@ class RunLogger:
         self._write_timeline(step, window)
         for alarm in alarms:
             if alarm.first:
-                self.progress.console.print(f"Warning: {alarm}", style="yellow", highlight=False, markup=False)
+                self.warn(str(alarm))
         self.progress.update(step=step, reward=row["critic/score/mean"], tokens_per_s=row["rollout/tokens_per_s"])
         return alarms
 

@@ -65,7 +65,7 @@ from rlsys.rollout.agent.tokens import Codec, EpisodeProgress
 from rlsys.rollout.interface import EngineError, EngineSetup
 from rlsys.rollout.kinds import open_engine
 from rlsys.rollout.staging import StagedVersion
-from rlsys.rollout.tools.search_tool import open_tool, search_metrics
+from rlsys.rollout.tools.search_tool import for_run, open_tool, search_metrics
 from rlsys.weights.transport import (
     Bucket,
     BucketHandle,
@@ -600,7 +600,7 @@ class RolloutWorker:
         self.engine = EngineDriver(model_path, rollout.engine, device, seed, memory_saver, architecture)
         self.engine.require_room(task)
         codec = Codec(AutoTokenizer.from_pretrained(model_path))
-        self._tools = EpisodeTools(self.engine, self._search, codec, task)
+        self._tools = EpisodeTools(self.engine, self._search and for_run(self._search, search), codec, task)
         self._slots = asyncio.Semaphore(rollout.max_episodes)
         self._draining = DrainLock()
         self._receiver: Receiver | None = None
@@ -627,7 +627,7 @@ class RolloutWorker:
 
         The episodes are the samples `first`, `first` + 1, ... of the question. `key` names the group for `abort_group`
         and `in_flight`. `progress` has the episodes that began elsewhere, each at most once. Raises UserError for a
-        question that is too long and RunError after a failed weight update.
+        question that is too long, RunError after a failed weight update, and SearchFailed if no search server answers.
         """
         drawn = sampling or training_sampling(self._rollout.sampling)
         group = EpisodeGroup(question, range(first, first + n_samples), self._tools, drawn, progress)
