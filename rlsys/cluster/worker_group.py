@@ -58,18 +58,20 @@ _OF_MEMORY = ("NODE_OUT_OF_MEMORY", "running low on memory")
 """Phrases in Ray's error for a process killed by its memory monitor."""
 
 
-class _RankLost(RunError):
-    def __init__(self, message: str, rank: int) -> None:
+class RankLost(RunError):
+    """A worker died or hangs."""
+
+    def __init__(self, message: str, rank: int, name: str = "") -> None:
         super().__init__(message)
-        self.rank = rank
-        """Rank of the lost worker in its group."""
+        self.rank, self.name = rank, name
+        """Rank of the lost worker in its group, and name of the worker."""
 
 
-class RankDied(_RankLost):
+class RankDied(RankLost):
     """A worker's process died."""
 
 
-class RankSilent(_RankLost):
+class RankSilent(RankLost):
     """A worker did not respond in time; if several workers did not, `rank` is the first of them."""
 
 
@@ -86,10 +88,13 @@ class Rank:
 class WorkerGroup:
     """Handles to the ranks of one group."""
 
-    def __init__(self, name: str, ranks: Sequence[Rank], timeout_s: float) -> None:
+    def __init__(
+        self, name: str, ranks: Sequence[Rank], timeout_s: float, start: Callable[[int], Rank] | None = None
+    ) -> None:
+        """`start` starts the process of a rank, for `restart`."""
         self.name = name
         self.ranks = tuple(ranks)
-        self._timeout_s = timeout_s
+        self._timeout_s, self._start = timeout_s, start
 
     @classmethod
     def launch(
@@ -111,8 +116,9 @@ class WorkerGroup:
         machines = hosts_of(bundles) if cluster.nodes > 1 else {}
         pinned = {seat.bundle for seat in seats if seat.pinned and cluster.device is Device.gpu}
         named = device_ids(bundles, pinned, cluster.start_timeout_s)
-        ranks = []
-        for number, seat in enumerate(seats):
+
+        def start(number: int) -> Rank:
+            seat = seats[number]
             log = (log_dir / f"{name}-{number}.log").resolve()
             ids = [named[seat.bundle][device] for device in seat.devices] if seat.bundle in named else None
             options: dict[str, Any] = {"max_concurrency": concurrency} if concurrency else {}
@@ -122,8 +128,9 @@ class WorkerGroup:
             host = AsyncHost if concurrency else SyncHost
             handle = remote_shell(host, within(bundles, seat.bundle), log, environment, **options)
             where = f" (on {machines[seat.bundle]})" if machines else ""
-            ranks.append(Rank(number, f"{name} rank {number}{where}", handle, log))
-        return cls(name, ranks, cluster.call_timeout_s)
+            return Rank(number, f"{name} rank {number}{where}", handle, log)
+
+        return cls(name, [start(number) for number in range(len(seats))], cluster.call_timeout_s, start)
 
     async def build(self, factory: Callable[..., Any], arguments: Sequence[tuple], timeout_s: float) -> None:
         """Create each rank's worker in its process: `factory(*arguments[rank])`."""
@@ -168,6 +175,13 @@ class WorkerGroup:
         """Kill every worker process at once."""
         for rank in self.ranks:
             self.kill_rank(rank.number)
+
+    def restart(self) -> None:
+        """Kill every worker process, and start one without a worker on the same devices in place of each."""
+        if self._start is None:
+            raise RuntimeError(f"The processes of group {self.name} cannot be started again.")
+        self.kill()
+        self.ranks = tuple(map(self._start, range(len(self.ranks))))
 
     def kill_rank(self, index: int) -> None:
         """Kill one worker process at once; calls to it in flight raise RankDied."""
@@ -214,7 +228,9 @@ class WorkerGroup:
             if missing:
                 late = [names[wait] for wait in waits if wait in missing]
                 who = ", ".join(rank.name for rank in late)
-                raise RankSilent(f"waited {limit:.0f} s for {who} {purpose}.\n{_tail(late[0])}", late[0].number)
+                raise RankSilent(
+                    f"waited {limit:.0f} s for {who} {purpose}.\n{_tail(late[0])}", late[0].number, late[0].name
+                )
             return [wait.result() for wait in waits]
         finally:
             for wait in waits:
@@ -338,7 +354,7 @@ def _explain(rank: Rank, purpose: str, problem: BaseException) -> Exception:
                 ": Ray killed it because the memory of its machine was nearly full; free some there, place the groups "
                 "on more machines, or use a smaller model"
             )
-        return RankDied(f"{died}.\n{_tail(rank)}", rank.number)
+        return RankDied(f"{died}.\n{_tail(rank)}", rank.number, rank.name)
     return RunError(f"the call to {rank.name} {purpose} failed: {type(problem).__name__}: {problem}\n{_tail(rank)}")
 
 

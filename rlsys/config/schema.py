@@ -480,18 +480,18 @@ class ClusterConfig:
     start_timeout_s: Seconds = 600.0
     """Time limit for Ray to provide the devices and for all workers of a group to be ready."""
     call_timeout_s: Seconds = 1800.0
-    """Time limit of one call to a worker. On expiry, an engine that does not answer a ping either is dropped. In all
-    other cases the run ends and names the workers that did not answer. With the async schedule, the limit must exceed
-    `rollout.episode_timeout_s` if an update waits for episodes (`on_update=finish`) or for their turns (an engine that
-    cannot continue them)."""
+    """Time limit of one call to a worker. On expiry, an engine that does not answer a ping either is dropped. After a
+    Megatron process the run goes back to its last checkpoint. In all other cases it ends and names the workers. With the
+    async schedule, the limit must exceed `rollout.episode_timeout_s` if an update waits for episodes
+    (`on_update=finish`) or for their turns (an engine that cannot continue them)."""
     sync_mode: SyncMode = SyncMode.tensor
     sync_bucket_bytes: Annotated[Count, Unit("bytes")] = 2 * 1024**3
     """Size of one weight bucket; at least the size of the model's largest tensor. Two buckets are in memory at a
     time."""
     search: SearchNodesConfig = field(default_factory=SearchNodesConfig)
     restarts: Annotated[Whole, Unit("restarts")] = 3
-    """Restarts of a failed part of the run within `restart_window_s`, counted separately for each part. One more failure
-    ends the run, as every failure does with 0."""
+    """Restarts of a failed part (the search server, the Megatron processes, the driver) within `restart_window_s`, counted
+    separately for each part. One more failure ends the run, as every failure does with 0."""
     restart_window_s: Seconds = 3600.0
     """Time after which a restart no longer counts towards `restarts`."""
 

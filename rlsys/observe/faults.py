@@ -11,16 +11,20 @@ A row of faults.jsonl is written when a fault begins, and another when it ends:
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
+from rlsys.config.schema import ClusterConfig
 from rlsys.observe.metrics import Metric
 from rlsys.observe.records import LineLog
 
 FAULTS = "faults.jsonl"
 """File name within a run folder."""
+KILLED_BY = "RLSYS_KILLED_BY"
+"""Environment variable of a driver that is started again when it is killed: the signal that killed its predecessor."""
 FAULT_METRICS = (
     Metric("faults/began", "count", "faults since the start of this process"),
     Metric("faults/recovered", "count", "of these, faults from which the run has recovered"),
@@ -59,6 +63,24 @@ class Fault:
     kind: FaultKind
     began_s: float
     """Seconds since the epoch."""
+
+
+class Restarts:
+    """Allows `limit` restarts of one part within any `window_s` seconds."""
+
+    def __init__(self, cluster: ClusterConfig, clock: Callable[[], float] = time.monotonic) -> None:
+        self.limit, self._window_s, self._clock = cluster.restarts, cluster.restart_window_s, clock
+        self._taken: deque[float] = deque()
+
+    def take(self) -> bool:
+        """Count a restart; False if it would exceed the limit, and is not counted."""
+        now = self._clock()
+        while self._taken and now - self._taken[0] >= self._window_s:
+            self._taken.popleft()
+        if len(self._taken) >= self.limit:
+            return False
+        self._taken.append(now)
+        return True
 
 
 class FaultLog:

@@ -266,6 +266,10 @@ class Progress:
         if self._live is None and not self.console.is_terminal:
             self._print_plain(now)
 
+    def warn(self, sentence: str) -> None:
+        """Print a warning above the progress line."""
+        self.console.print(f"Warning: {sentence}", style="yellow", highlight=False, markup=False)
+
     def line(self) -> str:
         """Return step, metrics and group activities in one line of plain text."""
         with self._lock:

@@ -288,6 +288,10 @@ class EnginePool:
         """
         await self._versions.finish_update(version, digest)
 
+    async def settle(self) -> None:
+        """Wait until every engine has ended its groups and switches, which another driver or pool may have begun."""
+        await self._engines.call_all("settle")
+
     async def offload(self) -> None:
         """Release every engine's device memory; nothing may be in flight."""
         await self._engines.call_all("sleep")

@@ -8,18 +8,16 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import time
-from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
 from rlsys.config.derived import needs_server
-from rlsys.config.schema import ClusterConfig, SearchConfig
+from rlsys.config.schema import SearchConfig
 from rlsys.errors import RunError, UserError
 from rlsys.observe import status
-from rlsys.observe.faults import FaultKind, FaultLog, Outcome
+from rlsys.observe.faults import FaultKind, FaultLog, Outcome, Restarts
 from rlsys.rollout.tools.search_tool import open_client
 from rlsys.search.address import TOKEN_VARIABLE
 from rlsys.search.retrieval import Failure
@@ -99,24 +97,6 @@ class Serving:
         return f"name another with {setting}"
 
 
-class Restarts:
-    """Allows `limit` restarts of one part within any `window_s` seconds."""
-
-    def __init__(self, cluster: ClusterConfig, clock: Callable[[], float] = time.monotonic) -> None:
-        self.limit, self._window_s, self._clock = cluster.restarts, cluster.restart_window_s, clock
-        self._taken: deque[float] = deque()
-
-    def take(self) -> bool:
-        """Count a restart; False if it would exceed the limit, and is not counted."""
-        now = self._clock()
-        while self._taken and now - self._taken[0] >= self._window_s:
-            self._taken.popleft()
-        if len(self._taken) >= self.limit:
-            return False
-        self._taken.append(now)
-        return True
-
-
 class SearchOutages:
     """Pauses a run while its search server does not answer. Bound to the event loop that calls it.
 
@@ -132,6 +112,10 @@ class SearchOutages:
         self._serving, self._restarts, self._faults, self._note = serving, restarts, faults, note
         self._limit_s = serving.search.outage_s
         self._recovery: asyncio.Task[None] | None = None
+
+    async def started(self) -> None:
+        """Block until the server that the run started answers for the first time. Raises RunError on time-out."""
+        await asyncio.to_thread(self._serving.wait_healthy)
 
     async def available(self) -> None:
         """Block while there is an outage."""

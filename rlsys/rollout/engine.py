@@ -317,6 +317,10 @@ class EngineDriver:
             self._liveness.stop()
         await self._named(asyncio.to_thread(self._engine.stop))
 
+    async def settle(self) -> None:
+        """Wait until no weight switch runs."""
+        await self._not_switching.wait()
+
     @property
     def running(self) -> int:
         """Number of requests in flight."""
@@ -657,6 +661,13 @@ class RolloutWorker:
         for until_aborted, (started_as, _) in self._in_flight.items():
             if started_as == key and not until_aborted.expired():
                 until_aborted.reschedule(asyncio.get_running_loop().time())
+
+    async def settle(self) -> None:
+        """End all groups in flight, and wait until no group and no weight switch runs."""
+        for key in {key for key, _ in self._in_flight.values()}:
+            await self.abort_group(key)
+        async with self._draining.closed():
+            await self.engine.settle()
 
     def in_flight(self, keys: Sequence[str]) -> dict[str, tuple[EpisodeProgress, ...]]:
         """Return key -> progress of each group in `keys` that is in flight here.

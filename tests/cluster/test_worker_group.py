@@ -92,6 +92,17 @@ async def test_failure_silence_and_death_are_distinguished_and_name_the_rank(
         assert died.value.rank == 1
 
 
+async def test_restarted_group_has_new_processes_with_new_workers(bundles: PlacementGroup, tmp_path: Path) -> None:
+    async with group_of(bundles, SEATS, tmp_path) as group:
+        await group.call("add", 1)
+        with pytest.raises(RankDied) as died:
+            await group.call("die_on", 1)
+        assert died.value.name == "toy rank 1"
+        group.restart()
+        await group.build(Toy, [(rank,) for rank in range(2)], timeout_s=300)
+        assert await group.call("add", 2) == [(0, [2]), (1, [2])]
+
+
 @pytest.mark.parametrize("known", [False, True])
 async def test_death_is_reported_although_it_made_other_ranks_fail_first(
     known: bool, bundles: PlacementGroup, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

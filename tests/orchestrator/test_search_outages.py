@@ -16,10 +16,10 @@ from rlsys.config.schema import ClusterConfig, SearchConfig
 from rlsys.data.trajectory import Finish
 from rlsys.errors import RunError
 from rlsys.observe import status
-from rlsys.observe.faults import FAULTS, FaultLog
+from rlsys.observe.faults import FAULTS, FaultLog, Restarts
 from rlsys.orchestrator.engine_pool import SEARCH_TRIES, EnginePool
 from rlsys.orchestrator.pipeline.rollout_pipeline import GroupLost, LostReason
-from rlsys.orchestrator.search_server import LAST_PAUSE_S, WATCH_S, Restarts, SearchOutages
+from rlsys.orchestrator.search_server import LAST_PAUSE_S, WATCH_S, SearchOutages
 from rlsys.search.retrieval import SearchFailed
 from tests.orchestrator.groups.engines import SAMPLES, TIMEOUT_S, Engines, Worker, episodes, make
 from tests.support.trajectories import question, trajectory

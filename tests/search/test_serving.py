@@ -10,13 +10,15 @@ import pytest
 
 from rlsys.config.schema import CassetteConfig, ClusterConfig, SearchConfig
 from rlsys.errors import RunError
-from rlsys.observe.faults import FAULTS, FaultLog
-from rlsys.orchestrator.search_server import Restarts, SearchOutages, serving
+from rlsys.observe.faults import FAULTS, FaultLog, Restarts
+from rlsys.orchestrator.search_server import SearchOutages, serving
 from rlsys.rollout.tools.search_tool import RequiredSearch, open_client
 from rlsys.search.address import TOKEN_VARIABLE
 from rlsys.search.retrieval import SearchFailed
 
 from .gated_server import GatedServer
+
+DEAD = "http://127.0.0.1:9"
 
 
 async def test_a_replayed_cassette_needs_no_server(tmp_path: Path) -> None:
