@@ -145,14 +145,22 @@ async def roll(setting: Setting, count: int) -> list[list[Finish]]:
     return [[episode.finish for episode in group] for group in found]
 
 
+async def asked_later(setting: Setting, number: int, delay_s: float) -> list[Finish]:
+    """Ask for a group after `delay_s` seconds."""
+    await asyncio.sleep(delay_s)
+    return [episode.finish for episode in await setting.pool.run_group(question(number), number)]
+
+
 @pytest.mark.parametrize("cut", [False, True])
 @virtually
 async def test_no_group_keeps_a_search_of_an_outage_and_the_run_says_why_it_pauses(tmp_path: Path, cut: bool) -> None:
     server = Server(failures=[("died", 120.0, 400.0)])
     async with running(server, tmp_path, cut=cut) as run:
+        late = asyncio.get_running_loop().create_task(asked_later(run, 12, 250.0))
         found = await roll(run, 12)  # Four at a time, 50 s each: the third wave meets the outage.
-        assert found == [[Finish.ANSWER] * SAMPLES] * 12
-        assert sorted(uid for uid, *_ in run.engines.spans) == sorted(question(n).uid for n in range(12)), "each once"
+        found.append(await late)
+        assert found == [[Finish.ANSWER] * SAMPLES] * 13
+        assert sorted(uid for uid, *_ in run.engines.spans) == sorted(question(n).uid for n in range(13)), "each once"
         assert all(end < 120.0 or begin >= 400.0 for _, begin, end in run.engines.spans)
         assert not any(150.0 < at < 400.0 for starts in run.engines.starts.values() for _, at in starts)
         began, ended = run.faults()
