@@ -37,64 +37,77 @@ from rlsys.observe import status
 from rlsys.observe.guards import Alarm
 from rlsys.observe.records import write_summary
 from rlsys.orchestrator.resume import Origin
-from rlsys.orchestrator.run import Run, open_run
+from rlsys.orchestrator.run import Run, Session, open_session
 
-Opener = Callable[[RunConfig, Path, Origin | None], AbstractAsyncContextManager[Run]]
+Opener = Callable[[RunConfig, Path, Origin | None], AbstractAsyncContextManager[Session]]
 
 
 async def train(
-    config: RunConfig, run_dir: Path, origin: Origin | None = None, opened: Opener = open_run
+    config: RunConfig, run_dir: Path, origin: Origin | None = None, opened: Opener = open_session
 ) -> dict[str, Any]:
     """Train `config` to its last step, resuming from `origin` if given. Return the contents of `summary.json`.
 
-    All files go to `run_dir`; `opened` opens the run.
+    All files go to `run_dir`; `opened` opens the run. If a Megatron process dies or hangs, the run goes back to its last
+    checkpoint.
     """
-    done, steps = origin.state.step if origin else 0, config.trainer.steps
-    groups: Sequence[Any] = ()  # Stays empty if a finished run is resumed.
-    async with opened(config, run_dir, origin) as run, asyncio.TaskGroup() as watch:
-        watching = watch.create_task(run.watch())
-        await run.weights.push(version=done)
-        await run.weights.activate(version=done)
-        if run.log.em_of(done) is None and (done in (0, steps) or due(done, config.eval.interval)):
-            await evaluate(run, done)  # This is a new run, or the checkpoint's evaluation never finished.
-        run.pipeline.publish(version=done)
-        async with asyncio.TaskGroup() as background:
-            background.create_task(run.pipeline.run())  # Generates and scores until `stop`.
-            for step in range(done + 1, steps + 1):
-                groups, updates = await run.train_step(step)
-                await run.weights.push(version=step)
-                activated = background.create_task(run.weights.activate(version=step))
-                if run.on_policy:
-                    await activated
-                alarms = await run.log_step(step, groups, updates)
-                stop = bool(alarms) and config.guards.action is GuardAction.stop and step < steps
-                if step == steps or due(step, config.eval.interval):
-                    await activated
-                    if step < steps and config.eval.engines is not None:
-                        await run.evaluator.evaluate_aside(step, background)
-                    else:
-                        await evaluate(run, step)
-                if stop or step == steps or due(step, config.checkpoint.interval):
-                    await run.save(step)
-                    background.create_task(run.saver.settle())
-                if stop:
-                    await run.saver.finish()
-                    raise collapsed(alarms[0], run.saver.newest)
-                if run.colocated:
-                    run.pipeline.publish(version=step)
-            status.show("waits for the checkpoint to be written", *run.groups.trained)
-            await run.saver.finish()
-            run.pipeline.stop()
-        run.log_prompts(steps)
-        if config.algorithm.eval_ref_policy:
-            status.show("waits for the evaluation", *run.groups.trained)
-            await run.evaluate_reference(steps)
-        run.log.samples(groups)
-        summary = run.log.summary(run.weights.activated)
-        watching.cancel()
-    summary["checkpoint"] = str(run.saver.newest / "actor") if run.saver.newest else None
+    async with opened(config, run_dir, origin) as session:
+        while True:
+            try:
+                async with session.opened(origin) as run, asyncio.TaskGroup() as watch:
+                    watching = watch.create_task(run.watch())
+                    summary = await train_from(run, origin)
+                    watching.cancel()
+                break
+            except Exception as error:  # noqa: BLE001 - raised again unless a worker is lost
+                origin = session.go_back(error, origin)
     write_summary(run_dir / "summary.json", summary)
     return summary
+
+
+async def train_from(run: Run, origin: Origin | None) -> dict[str, Any]:
+    """Train an open run from `origin`, or from its start, to its last step; return the summary."""
+    config = run.config
+    done, steps = origin.state.step if origin else 0, config.trainer.steps
+    groups: Sequence[Any] = ()  # Stays empty if a finished run is resumed.
+    await run.weights.push(version=done)
+    await run.weights.activate(version=done)
+    if run.log.em_of(done) is None and (done in (0, steps) or due(done, config.eval.interval)):
+        await evaluate(run, done)  # This is a new run, or the checkpoint's evaluation never finished.
+    run.pipeline.publish(version=done)
+    async with asyncio.TaskGroup() as background:
+        background.create_task(run.pipeline.run())  # Generates and scores until `stop`.
+        for step in range(done + 1, steps + 1):
+            groups, updates = await run.train_step(step)
+            await run.weights.push(version=step)
+            activated = background.create_task(run.weights.activate(version=step))
+            if run.on_policy:
+                await activated
+            alarms = await run.log_step(step, groups, updates)
+            stop = bool(alarms) and config.guards.action is GuardAction.stop and step < steps
+            if step == steps or due(step, config.eval.interval):
+                await activated
+                if step < steps and config.eval.engines is not None:
+                    await run.evaluator.evaluate_aside(step, background)
+                else:
+                    await evaluate(run, step)
+            if stop or step == steps or due(step, config.checkpoint.interval):
+                await run.save(step)
+                background.create_task(run.saver.settle())
+            if stop:
+                await run.saver.finish()
+                raise collapsed(alarms[0], run.saver.newest)
+            if run.colocated:
+                run.pipeline.publish(version=step)
+        status.show("waits for the checkpoint to be written", *run.groups.trained)
+        await run.saver.finish()
+        run.pipeline.stop()
+    run.log_prompts(steps)
+    if config.algorithm.eval_ref_policy:
+        status.show("waits for the evaluation", *run.groups.trained)
+        await run.evaluate_reference(steps)
+    run.log.samples(groups)
+    summary = run.log.summary(run.weights.activated)
+    return summary | {"checkpoint": str(run.saver.newest / "actor") if run.saver.newest else None}
 
 
 async def evaluate(run: Run, step: int) -> None:

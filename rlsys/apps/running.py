@@ -1,16 +1,23 @@
-"""Runs a coroutine with clean interruption: `run_to_end` for the command line, `finish` for the Python API."""
+"""Runs work with clean interruption: `run_to_end` for the command line, `finish` for the Python API.
+
+`supervise` runs a command that is started again when it is killed.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
+import subprocess
 import threading
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any, TypeVar
 
+from rlsys.cluster.local_ray import adopt_orphans, descendants, end, ends_with_parent
 from rlsys.errors import Interrupted, RunError, UserError, root_cause
+from rlsys.observe.faults import KILLED_BY, Restarts
 
 T = TypeVar("T")
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -32,6 +39,41 @@ def run_to_end(work: Coroutine[Any, Any, T]) -> T:
         return asyncio.run(supervised())
     except asyncio.CancelledError:
         raise Interrupted("Interrupted; everything recorded so far is in the run's folder.") from None
+
+
+def supervise(command: Sequence[str], restarts: Restarts, note: Callable[[str], None]) -> int:
+    """Run `command`, and run it again whenever a signal kills it, as often as `restarts` allows; return its exit status.
+
+    Call it from the main thread. Ctrl-C, SIGTERM and SIGHUP go to the command, which is then not run again. All processes
+    that a killed command leaves are ended. The command ends with this process. `KILLED_BY` in its environment names the
+    signal that killed the command before it; it is empty at first.
+    """
+    received: list[int] = []
+    child: subprocess.Popen[bytes] | None = None
+
+    def forward(number: int, _: object) -> None:
+        received.append(number)
+        if child is not None:
+            child.send_signal(number)
+
+    for number in _SIGNALS:
+        if signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, forward)
+    adopt_orphans()
+    reason = ""
+    while True:
+        # Its own process group, so that the terminal does not send Ctrl-C a second time.
+        child = subprocess.Popen(ends_with_parent(command), env=os.environ | {KILLED_BY: reason}, process_group=0)
+        if received:
+            child.send_signal(received[-1])
+        status = child.wait()
+        if status >= 0:
+            return status
+        end(descendants())
+        reason = signal.Signals(-status).name
+        if received or not restarts.take():
+            return 128 - status
+        note(f"The run was killed by {reason}. It starts again.")
 
 
 def _in_a_loop() -> bool:

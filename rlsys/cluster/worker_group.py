@@ -74,18 +74,20 @@ _OF_MEMORY = ("NODE_OUT_OF_MEMORY", "running low on memory")
 """Phrases in Ray's error for a process killed by its memory monitor."""
 
 
-class _RankLost(RunError):
-    def __init__(self, message: str, rank: int) -> None:
+class RankLost(RunError):
+    """A worker died or hangs."""
+
+    def __init__(self, message: str, rank: int, name: str = "") -> None:
         super().__init__(message)
-        self.rank = rank
-        """Rank of the lost worker in its group."""
+        self.rank, self.name = rank, name
+        """Rank of the lost worker in its group, and name of the worker."""
 
 
-class RankDied(_RankLost):
+class RankDied(RankLost):
     """A worker's process died."""
 
 
-class RankSilent(_RankLost):
+class RankSilent(RankLost):
     """A worker did not respond in time; if several workers did not, `rank` is the first of them."""
 
 
@@ -111,7 +113,7 @@ class WorkerGroup:
         stacks: StackWriter | None = None,
         start: Callable[[int], Rank] | None = None,
     ) -> None:
-        """`start` starts the process of a rank, for `relaunch`."""
+        """`start` starts the process of a rank, for `restart` and `relaunch`."""
         self.name = name
         self.ranks = tuple(ranks)
         self.finished = 0
@@ -210,6 +212,13 @@ class WorkerGroup:
         for rank in self.ranks:
             self.kill_rank(rank.number)
 
+    def restart(self) -> None:
+        """Kill every worker process, and start one without a worker on the same devices in place of each."""
+        if self._start is None:
+            raise RuntimeError(f"The processes of group {self.name} cannot be started again.")
+        self.kill()
+        self.ranks = tuple(map(self._start, range(len(self.ranks))))
+
     def kill_rank(self, index: int) -> None:
         """Kill one worker process at once; calls to it in flight raise RankDied."""
         with contextlib.suppress(Exception):  # The process may be gone already.
@@ -287,7 +296,7 @@ class WorkerGroup:
                 who = ", ".join(rank.name for rank in late)
                 where = await self.located(late) if locate else ""
                 sentence = f"waited {limit:.0f} s for {who} {purpose}{where and f': {where}'}."
-                raise RankSilent(f"{sentence}\n{_tail(late[0])}", late[0].number)
+                raise RankSilent(f"{sentence}\n{_tail(late[0])}", late[0].number, late[0].name)
             return [wait.result() for wait in waits]
         finally:
             for wait in waits:
@@ -412,7 +421,7 @@ def _explain(rank: Rank, purpose: str, problem: BaseException) -> Exception:
                 ": Ray killed it because the memory of its machine was nearly full; free some there, place the groups "
                 "on more machines, or use a smaller model"
             )
-        return RankDied(f"{died}.\n{_tail(rank)}", rank.number)
+        return RankDied(f"{died}.\n{_tail(rank)}", rank.number, rank.name)
     return RunError(f"the call to {rank.name} {purpose} failed: {type(problem).__name__}: {problem}\n{_tail(rank)}")
 
 

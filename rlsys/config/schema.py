@@ -435,11 +435,15 @@ class SearchConfig:
     """Time limit of one HTTP request."""
     retries: Annotated[Whole, Unit("tries")] = 8
     """Retries after every healthy replica has failed a request, with exponential backoff: about 20 s of pauses with 8
-    retries. If all fail, the policy reads an error as the observation."""
+    retries. If no server has answered then, a run pauses (`outage_s`); in an evaluation outside of a run, the policy reads
+    an error as the observation."""
     max_concurrent: Annotated[Count, Unit("requests")] = 64
     """Maximum number of requests in flight from the episodes of one engine."""
     start_timeout_s: Seconds = 180.0
     """Time limit from the start of the run's own server to its first answer. A large index takes minutes to load."""
+    outage_s: Annotated[NotNegative, Unit("s")] = 600.0
+    """Time that a run waits for a search server that no longer answers. The run restarts its own server meanwhile. 0 ends
+    the run at once."""
     cassette: CassetteConfig = field(default_factory=CassetteConfig)
 
 
@@ -495,21 +499,22 @@ class ClusterConfig:
     start_timeout_s: Seconds = 600.0
     """Time limit for Ray to provide the devices and for all workers of a group to be ready."""
     call_timeout_s: Seconds = 1800.0
-    """Time limit of one call to a worker. On expiry, an engine that does not answer a ping either is dropped. In all
-    other cases the run ends and names the workers that did not answer. With the async schedule, the limit must exceed
-    `rollout.episode_timeout_s` if an update waits for episodes (`on_update=finish`) or for their turns (an engine that
-    cannot continue them)."""
+    """Time limit of one call to a worker. On expiry, an engine that does not answer a ping either is dropped. After a
+    Megatron process the run goes back to its last checkpoint. In all other cases it ends and names the workers. With the
+    async schedule, the limit must exceed `rollout.episode_timeout_s` if an update waits for episodes
+    (`on_update=finish`) or for their turns (an engine that cannot continue them)."""
     stage_timeout_s: StageTimeouts = field(default_factory=StageTimeouts)
-    restarts: Annotated[Whole, Unit("restarts")] = 3
-    """Engines that died or hang are started again, at most this often within `restart_window_s`; then the run goes on
-    without them, and ends with the last one. 0 never does. With `mode=colocated` engines are not restarted."""
-    restart_window_s: Seconds = 3600.0
-    """Time in which the restarts are counted."""
     sync_mode: SyncMode = SyncMode.tensor
     sync_bucket_bytes: Annotated[Count, Unit("bytes")] = 2 * 1024**3
     """Size of one weight bucket; at least the size of the model's largest tensor. Two buckets are in memory at a
     time."""
     search: SearchNodesConfig = field(default_factory=SearchNodesConfig)
+    restarts: Annotated[Whole, Unit("restarts")] = 3
+    """Restarts of what has died or hangs within `restart_window_s`, counted separately for engines (never restarted with
+    `mode=colocated`), the search server, the Megatron processes and the driver. After one more failure the run goes on
+    without that engine as long as another lives, and ends otherwise."""
+    restart_window_s: Seconds = 3600.0
+    """Time after which a restart no longer counts towards `restarts`."""
 
 
 @dataclass

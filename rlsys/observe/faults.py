@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
@@ -20,6 +21,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from rlsys.config.schema import ClusterConfig
 from rlsys.files import limited_lines, open_regular
 from rlsys.observe.metrics import Metric
 from rlsys.observe.records import LineLog, read_object
@@ -28,6 +30,8 @@ from rlsys.observe.samples import visible
 FAULTS = "faults.jsonl"
 """File name within a run folder."""
 _BEGAN = "began"
+KILLED_BY = "RLSYS_KILLED_BY"
+"""Environment variable of a driver that is started again when it is killed: the signal that killed its predecessor."""
 FAULT_METRICS = (
     Metric("faults/began", "count", "faults since the start of this process"),
     Metric("faults/recovered", "count", "of these, faults from which the run has recovered"),
@@ -139,6 +143,24 @@ def fault_summary(faults: Iterable[RecordedFault]) -> dict[str, Any]:
         "recovery_p50_s": median(recoveries) if recoveries else None,
         "recovery_max_s": max(recoveries, default=None),
     }
+
+
+class Restarts:
+    """Allows `limit` restarts of one part within any `window_s` seconds."""
+
+    def __init__(self, cluster: ClusterConfig, clock: Callable[[], float] = time.monotonic) -> None:
+        self.limit, self._window_s, self._clock = cluster.restarts, cluster.restart_window_s, clock
+        self._taken: deque[float] = deque()
+
+    def take(self) -> bool:
+        """Count a restart; False if it would exceed the limit, and is not counted."""
+        now = self._clock()
+        while self._taken and now - self._taken[0] >= self._window_s:
+            self._taken.popleft()
+        if len(self._taken) >= self.limit:
+            return False
+        self._taken.append(now)
+        return True
 
 
 class FaultLog:

@@ -266,6 +266,14 @@ class Progress:
         if self._live is None and not self.console.is_terminal:
             self._print_plain(now)
 
+    def warn(self, sentence: str) -> None:
+        """Print a warning above the progress line."""
+        self.notice(f"Warning: {sentence}")
+
+    def notice(self, sentence: str) -> None:
+        """Print a sentence above the progress line, in the colour of warnings."""
+        self.console.print(sentence, style="yellow", highlight=False, markup=False)
+
     def line(self) -> str:
         """Return step, metrics and group activities in one line of plain text."""
         with self._lock:

@@ -14,6 +14,8 @@ Contract:
 - An engine is dead once its process has died, a ping times out or the supervisor finds it hung. It is killed and
   removed; pending calls to it fail at once. Each of its groups is retried once, on another engine or the next life of
   this one, from the progress passed to `run_group`. Requests wait while no engine lives but one is started again.
+- A request whose search no server has answered is run again once a server answers; so is one with an aborted episode, if
+  the server did not answer meanwhile. If a search fails twice although the server answers others, it raises GroupLost.
 - When a cancelled `run_group` ends, its engine has ended the group, or has had `ABORT_TIMEOUT_S` to do so.
 
 Engines set aside serve an evaluation while the others roll out. Every engine stages each new version as it arrives. A
@@ -38,15 +40,17 @@ from typing import Any
 from rlsys.cluster.worker_group import RankDied, RankSilent, WorkerGroup, together
 from rlsys.config.schema import RunConfig
 from rlsys.data.question import Question
-from rlsys.data.trajectory import Trajectory
+from rlsys.data.trajectory import Finish, Trajectory
 from rlsys.errors import RunError
 from rlsys.observe.faults import FaultKind
 from rlsys.observe.metrics import Metric
 from rlsys.observe.spans import Arg, Span, Tracer, episode_spans
 from rlsys.orchestrator.membership import Member, Members, NoEngineLeft, NoneSetAside, Router
 from rlsys.orchestrator.pipeline.rollout_pipeline import GroupLost, LostReason
+from rlsys.orchestrator.search_server import SearchOutages
 from rlsys.rollout.agent.episode import EngineActivity, EngineDied, common_wait
 from rlsys.rollout.agent.tokens import EpisodeProgress
+from rlsys.search.retrieval import SearchFailed
 
 ENGINE_METRICS = (
     Metric("rollout/engines", "count", "living engines"),
@@ -76,6 +80,9 @@ ACTIVITY_TIMEOUT_S = 5.0
 """Time-out for reporting the activity, which is for display only."""
 PING_TIMEOUT_S = 30.0
 """Time-out of a ping after a call has timed out; an engine that does not answer it is dead."""
+
+SEARCH_TRIES = 2
+"""Tries of a group that may end with a failed search although the search server answers others."""
 
 _log = logging.getLogger(__name__)
 
@@ -128,8 +135,17 @@ class ReservedEngines:
 class EnginePool:
     """All engines of a run. Bound to the event loop that creates it."""
 
-    def __init__(self, workers: WorkerGroup, config: RunConfig, tracer: Tracer, episodes: list[Span]) -> None:
-        """`episodes` collects the generation and search spans of finished groups."""
+    def __init__(
+        self,
+        workers: WorkerGroup,
+        config: RunConfig,
+        tracer: Tracer,
+        episodes: list[Span],
+        outages: SearchOutages | None = None,
+        members: Members | None = None,
+    ) -> None:
+        """`episodes` collects the generation and search spans of finished groups. `members` are those of a run that goes
+        back; by default, all engines are new."""
         self.workers = workers
         self.step = 0
         self.waits_for = ""
@@ -137,10 +153,10 @@ class EnginePool:
         self._samples = config.algorithm.n_samples
         self._slots = config.rollout.max_episodes
         self._episode_timeout_s = config.rollout.episode_timeout_s
-        self._tracer, self._episodes = tracer, episodes
+        self._tracer, self._episodes, self._outages = tracer, episodes, outages
         self._lost: dict[str, str] = {}
         """Keys of groups that have lost two engines -> reason, for the error message."""
-        self.engines = EngineCalls(workers)
+        self.engines = EngineCalls(workers, members or Members.first(len(workers.ranks)))
         self._router = Router(self.engines.members, self._slots)
         self._versions = VersionSwitch(self.engines, self._router.load)
         self.engines.subscribe(self._on_change)
@@ -186,7 +202,7 @@ class EnginePool:
         request = _Request(key, question.uid, self._samples, "run_group", args, False, prompt_group, kept)
         self._rolling[key] = request
         try:
-            trajectories: list[Trajectory] = await self._run(request)
+            trajectories: list[Trajectory] = await self._run_searching(request)
             return trajectories
         finally:
             del self._rolling[key]
@@ -201,7 +217,7 @@ class EnginePool:
         """
         key = self._key(question)
         request = _Request(key, question.uid, 1, "answer", (question, sample, temperature, key), aside)
-        trajectory: Trajectory = await self._run(request)
+        trajectory: Trajectory = await self._run_searching(request)
         return trajectory
 
     async def in_flight(self) -> dict[int, tuple[EpisodeProgress, ...]]:
@@ -280,6 +296,10 @@ class EnginePool:
         """
         await self._versions.finish_update(version, digest)
 
+    async def settle(self) -> None:
+        """Wait until every engine has ended its groups and switches, which another driver or pool may have begun."""
+        await self.engines.call_all("settle")
+
     async def offload(self) -> None:
         """Release every engine's device memory; nothing may be in flight."""
         await self.engines.call_all("sleep")
@@ -300,6 +320,26 @@ class EnginePool:
                 )
 
         await asyncio.gather(*map(stop_one, self.engines.members.up))
+
+    async def _run_searching(self, request: _Request) -> Any:
+        """Run the request, again if the search server did not answer meanwhile; see the module's contract."""
+        outages, unexplained = self._outages, 0
+        while outages is not None:
+            await outages.available()
+            before = outages.count
+            try:
+                answer = await self._run(request)
+            except SearchFailed as failure:
+                unexplained += not await outages.failed(str(failure))
+                if unexplained == SEARCH_TRIES:
+                    raise self._give_up(request.uid, LostReason.search_failed, str(failure).rstrip(".")) from failure
+                continue
+            if _has_aborted(answer):
+                await outages.check()  # The time of an episode may have run out while it waited for the server.
+                if outages.count > before:
+                    continue
+            return answer
+        return await self._run(request)
 
     async def _run(self, request: _Request) -> Any:
         """Queue the request, run it and return the worker's result, retrying once; see the module's contract."""
@@ -419,16 +459,15 @@ class EnginePool:
 class EngineCalls:
     """Calls engines, and keeps the members. Bound to the event loop that creates it."""
 
-    def __init__(self, workers: WorkerGroup) -> None:
-        self.workers = workers
-        self.members = Members.first(len(workers.ranks))
+    def __init__(self, workers: WorkerGroup, members: Members) -> None:
+        self.workers, self.members = workers, members
         self.last_error = ""
         """Cause of the last engine death, and the tail of that engine's log."""
         self.on_loss: Callable[[Member, FaultKind, str], bool] = lambda *_: False
         """Called when a member has died or hung, with the reason; returns True if its engine will be started again."""
         self._listeners: list[Callable[[Members], None]] = []
         loop = asyncio.get_running_loop()
-        self._gone = {one.life: loop.create_future() for one in self.members.living}
+        self._gone = {one.life: loop.create_future() for one in members.of_engine.values()}
 
     def subscribe(self, listener: Callable[[Members], None]) -> Callable[[], None]:
         """Call `listener` with each new snapshot of the members, until the returned function is called."""
@@ -665,6 +704,12 @@ class VersionSwitch:
 
 def _version(one: Member) -> int:
     return -1 if one.version is None else one.version
+
+
+def _has_aborted(answer: Trajectory | Sequence[Trajectory]) -> bool:
+    """Return True if an episode of a worker's answer was aborted."""
+    episodes = [answer] if isinstance(answer, Trajectory) else answer
+    return any(episode.finish is Finish.ABORTED for episode in episodes)
 
 
 def _lane(engine: int) -> str:

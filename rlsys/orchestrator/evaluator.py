@@ -20,7 +20,7 @@ from rlsys.orchestrator.engine_pool import EnginePool, NoneSetAside
 from rlsys.orchestrator.evaluation.heldout import STAGE, Ask, Evaluation, evaluate, heldout_score
 from rlsys.orchestrator.pipeline.rollout_pipeline import GroupLost
 from rlsys.orchestrator.run_logger import RunLogger
-from rlsys.orchestrator.search_server import Serving
+from rlsys.orchestrator.search_server import SearchOutages
 
 _log = logging.getLogger(__name__)
 
@@ -35,7 +35,7 @@ class Evaluator:
         self,
         config: RunConfig,
         log: RunLogger,
-        search: Serving,
+        search: SearchOutages,
         engines: EnginePool,
         questions: Sequence[Question],
         count_to: Callable[[int], None],
@@ -93,7 +93,7 @@ class Evaluator:
                     return await ask(question, sample, temperature)
             return await ask(question, sample, temperature)
 
-        await self._search.require()
+        await self._search.check()
         with status.stage("evaluates", STAGE):
             return await evaluate(
                 self._questions,

@@ -10,7 +10,6 @@ about a member that has been removed changes nothing, so a late answer of a dead
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
@@ -76,6 +75,15 @@ class Members:
     def first(cls, engines: int) -> Members:
         """Return the members of a new run, which have no weights of the actor yet."""
         return cls({one: Member(one, one, Standing.serving) for one in range(engines)}, born=engines)
+
+    def anew(self) -> Members:
+        """Return the members of a run that goes back: those that live have no version, the others start again."""
+        found, lives = Members(born=self.born), [one.engine for one in self.living]
+        for engine in sorted(self.of_engine):
+            found = found.join(engine)
+            if engine in lives:
+                found = found._change(found.of_engine[engine], standing=Standing.serving)
+        return found
 
     @property
     def living(self) -> tuple[Member, ...]:
@@ -167,23 +175,6 @@ class Members:
             return self
         changed = replace(self.of_engine[one.engine], **changes)
         return replace(self, of_engine={**self.of_engine, one.engine: changed})
-
-
-class RestartBudget:
-    """Allows at most `most` restarts within any `window_s` seconds."""
-
-    def __init__(self, most: int, window_s: float) -> None:
-        self._most, self._window_s = most, window_s
-        self._taken: deque[float] = deque()
-
-    def take(self, now_s: float) -> bool:
-        """Return True and count a restart at `now_s` if one is left; `now_s` never decreases."""
-        while self._taken and now_s - self._taken[0] >= self._window_s:
-            self._taken.popleft()
-        if len(self._taken) >= self._most:
-            return False
-        self._taken.append(now_s)
-        return True
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,14 +1,20 @@
 """Opens a run and provides the operations of the training loop in `rlsys.train`.
 
-`open_run` starts the run's parts in order: files, rewards, search server, Ray, worker processes, weight transports. On
-exit, also after an error, it stops them in reverse order: no process survives and all records are on disk.
+`open_session` starts what a run keeps to its end: progress display, rewards, search server, Ray, worker processes.
+`Session.opened` builds the rest in it: workers, weight transports, records, pipeline. On exit, also after an error, both
+stop their parts in reverse order: no process survives and all records are on disk.
+
+If a Megatron process dies or hangs, `Session.go_back` kills all of them, and the next `opened` starts them again and
+restores everything from the last checkpoint, as a resume does. Engines and search server go on; the engines get the
+weights of the checkpoint by the weight sync.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+import os
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -18,7 +24,7 @@ from transformers import AutoTokenizer
 
 from rlsys.algorithms.kl import KlController, kl_control
 from rlsys.cluster.planning.placement import launch_problems
-from rlsys.cluster.worker_group import WorkerGroup
+from rlsys.cluster.worker_group import RankDied, RankLost, WorkerGroup
 from rlsys.config.derived import max_staleness, moves_reference, scores_with_policy
 from rlsys.config.problems import algorithm_notes
 from rlsys.config.schema import Mode, Packing, RunConfig
@@ -28,7 +34,7 @@ from rlsys.errors import RunError, UserError
 from rlsys.files import sha256_of
 from rlsys.observe import status
 from rlsys.observe.environment import detect, unmet_requirements
-from rlsys.observe.faults import FAULT_METRICS
+from rlsys.observe.faults import FAULT_METRICS, FAULTS, KILLED_BY, Fault, FaultKind, FaultLog, Outcome, Restarts
 from rlsys.observe.guards import GUARD_METRICS, Alarm
 from rlsys.observe.metrics import Metric
 from rlsys.observe.spans import BATCH_METRICS, peak_flops
@@ -63,7 +69,7 @@ from rlsys.orchestrator.run_logger import (
     RunLogger,
 )
 from rlsys.orchestrator.saving import CheckpointedGroup, Saver
-from rlsys.orchestrator.search_server import Serving, require_named, serving, silent
+from rlsys.orchestrator.search_server import SearchOutages, require_named, serving, silent
 from rlsys.orchestrator.supervisor import Supervisor
 from rlsys.orchestrator.watchdog import blocking, ending_if_blocked, stall_limit_s, until_stalled
 from rlsys.orchestrator.weight_sync import SYNC_METRICS, WeightSync
@@ -112,6 +118,8 @@ METRIC_TABLES: Mapping[str, Sequence[Metric]] = {
 
 POLL_S = 1.0
 """Interval at which `watch_engines` polls the engines."""
+MEGATRON = ("actor", "critic", "inference")
+"""Groups of Megatron processes."""
 _KEEPS = "waits for trajectories to be written"
 
 
@@ -144,7 +152,7 @@ class Run:
 
     config: RunConfig
     log: RunLogger
-    search: Serving
+    search: SearchOutages
     groups: Groups
     pipeline: RolloutPipeline
     weights: WeightSync
@@ -169,7 +177,7 @@ class Run:
     async def train_step(self, step: int) -> tuple[list[Group], list[Mapping[str, float]]]:
         """Train on the next prompt groups; return them and the statistics of each optimiser step.
 
-        Raises an exception group with a RunError if the search server does not answer.
+        Raises an exception group with a RunError if the search server does not answer in time.
         """
         self.groups.count_to(step)
         self.log.faults.step = step
@@ -177,7 +185,7 @@ class Run:
         status.show("waits for the critic to warm up", *(self.groups.trained.keys() - learners.keys()))
         self.log.begin_step()
         async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(self.search.require())  # Beside the training, which it ends if it fails.
+            tasks.create_task(self.search.check())  # Beside the training, which it ends if it fails.
             groups, updates = await learn(self.pipeline, learners, self.groups.devices, mini_batches(self.config))
         await self.groups.devices.onload("actor")  # The critic may have learned last and may still be on the devices.
         await self.groups.actor.end_step(step)
@@ -199,8 +207,12 @@ class Run:
         self.log.prompts(step, self.pipeline.scheduler.ended())
 
     async def watch(self) -> None:
-        """Watch engines and progress until cancelled. Raises an exception group with a RunError if nothing progresses."""
+        """Watch engines, search server and progress until cancelled.
+
+        Raises an exception group with a RunError if nothing progresses, or if the search server does not return.
+        """
         async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self.search.watch())
             tasks.create_task(self.watch_engines())
             tasks.create_task(self.watch_progress())
 
@@ -333,69 +345,204 @@ def ready_to_start(config: RunConfig, note: Callable[[str], None]) -> tuple[Path
     return folder_of(config, origin), origin
 
 
+class Session:
+    """What a run keeps when it goes back to a checkpoint: its folder, processes, search server and rewards."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        run_dir: Path,
+        progress: Progress,
+        faults: FaultLog,
+        rewards: Rewards,
+        search: SearchOutages,
+        workers: Mapping[str, WorkerGroup],
+    ) -> None:
+        """`config` has the address of the search server. `workers` are processes by group, at first without workers."""
+        self.config, self.run_dir, self.progress, self.faults = config, run_dir, progress, faults
+        self.rewards, self.search, self.workers = rewards, search, workers
+        self._restarts, self._engine_restarts = Restarts(config.cluster), Restarts(config.cluster)
+        self._engine_faults: dict[int, Fault] = {}
+        """Engine -> its fault that is not over."""
+        self._engines: EnginePool | None = None
+        """Engines as the last run has left them."""
+        killed_by = os.environ.get(KILLED_BY)
+        self._fault = faults.begin("driver", FaultKind.died, f"It was killed by {killed_by}.") if killed_by else None
+        """Fault from which the run has not recovered yet."""
+        self._at_start: History | None = None
+        """Extent of the records before the first step of a new run; None before the run is opened."""
+        self._ran = False
+        """True once the run was open: its processes have workers, and an error is no mistake of its settings."""
+
+    @asynccontextmanager
+    async def opened(self, origin: Origin | None) -> AsyncIterator[Run]:
+        """Build the run at `origin`, or at its start; stop everything that this call has started on exit."""
+        config = self.config
+        done = origin.state.step if origin else 0
+        async with AsyncExitStack() as stack:
+            prompts = PromptSource(
+                read_questions(config.task.train_path), config.trainer.seed, origin.state.prompts if origin else None
+            )
+            heldout = heldout_questions(config)
+            log = self.logger(origin, _decoder(config))
+            stack.callback(log.close)
+            groups, kl = _groups(config, log, self.workers, self.search, self._engines), kl_control(config.algorithm)
+            self._engines = groups.engines
+            if origin:
+                kl.restore(origin.state.kl)
+            pipeline = _pipeline(config, log, groups, prompts, self.rewards, kl, origin)
+            groups.engines.engines.subscribe(lambda _: pipeline.wake())
+            weights = _weight_sync(config, log, groups, pipeline)
+            stack.callback(weights.close)
+            supervisor = self._supervisor(groups.engines, weights, done)
+            await self._build(groups, done)
+            log.actor_peak = peak_flops(await groups.actor.device_names())
+            saver = _saver(config, self.run_dir, log, groups.devices, origin)
+            run = Run(
+                config=config,
+                log=log,
+                search=self.search,
+                groups=groups,
+                pipeline=pipeline,
+                weights=weights,
+                supervisor=supervisor,
+                evaluator=Evaluator(config, log, self.search, groups.engines, heldout, groups.count_to, saver.awaited),
+                saver=saver,
+                rewards=self.rewards,
+                kl=kl,
+                questions_sha256=sha256_of(Path(config.task.train_path)),
+            )
+            if origin:
+                await run.load(origin)
+            self.ready(done)
+            yield run
+            status.show("ends", *self.workers)
+            status.show("", "sync")
+            await groups.engines.stop(STOP_TIMEOUT_S)
+
+    def _supervisor(self, engines: EnginePool, weights: WeightSync, done: int) -> Supervisor:
+        restart = partial(restart_engine, self.workers["rollout"], config=self.config, done=done)
+        return Supervisor(
+            engines, weights, restart, self.faults, self.config, self._engine_restarts, self._engine_faults
+        )
+
+    def logger(self, origin: Origin | None, decode: Callable[[Sequence[int]], str]) -> RunLogger:
+        """Open the records, which continue at `origin`, or begin anew."""
+        config, history = self.config, origin.history if origin else self._at_start
+        cost = flops_of(read_architecture(config.model.path, config.model.family))
+        declared = [metric for table in METRIC_TABLES.values() for metric in table]
+        log = RunLogger(config, self.run_dir, self.progress, cost, history, decode, declared, self.faults)
+        if origin is None:
+            self._at_start = self._at_start or log.history(0)
+        self.progress.update(step=history.step if history else 0)
+        return log
+
+    def ready(self, step: int) -> None:
+        """Record that the run is open after `step`, so it has recovered from a fault."""
+        self._ran = True
+        if self._fault is not None:
+            self.faults.end(self._fault, Outcome.recovered, f"the run goes on after step {step}")
+            self._fault = None
+
+    def go_back(self, error: Exception, origin: Origin | None) -> Origin | None:
+        """Kill the Megatron processes after `error`; return the checkpoint to go on from, None for the run's start.
+
+        `origin` is the checkpoint from which the run was opened. Raises `error` unless a Megatron process of an open run
+        has died or hangs, and after `cluster.restarts` restarts within `cluster.restart_window_s`.
+        """
+        lost = lost_worker(error)
+        if lost is None or not self._ran:
+            raise error
+        reason = str(lost).partition("\n")[0].rstrip(".")
+        if self._fault is not None:
+            self.faults.end(self._fault, Outcome.given_up, reason)
+        kind = FaultKind.died if isinstance(lost, RankDied) else FaultKind.hung
+        self._fault = self.faults.begin(lost.name, kind, f"{reason}.")
+        if not self._restarts.take():
+            times = f"cluster.restarts={self._restarts.limit}"
+            self.faults.end(self._fault, Outcome.given_up, f"Megatron processes have been restarted {times} times")
+            raise error
+        for group in self._trained():
+            group.kill()  # They may still be writing a checkpoint.
+        store = CheckpointStore(self.run_dir / CHECKPOINTS)
+        store.recover()
+        if store.saved():
+            origin = find_origin(replace(self.config, resume=str(self.run_dir)), self.progress.warn)
+        self.progress.warn(f"{reason}. The run goes back to step {origin.state.step if origin else 0}.")
+        return origin
+
+    def _trained(self) -> list[WorkerGroup]:
+        """Return the Megatron groups."""
+        return [group for name, group in self.workers.items() if name in MEGATRON]
+
+    async def _build(self, groups: Groups, done: int) -> None:
+        """Build the workers of all groups; after going back, those of the Megatron groups."""
+        if self._ran:
+            for group in self._trained():
+                group.restart()
+            for one in groups.engines.engines.members.of_engine.values():
+                if not one.lives:  # It was being started when the run went back; the supervisor starts it again.
+                    self.workers["rollout"].kill_rank(one.engine)
+            running = {"rollout": groups.engines.settle}
+            await build_groups(self.config, self.workers, groups.devices.built, done, running)
+            return
+        await build_groups(self.config, self.workers, groups.devices.built, done)
+        status.show("starts", "search")
+        await self.search.started()
+        status.show("", "search")
+
+
+def lost_worker(error: BaseException) -> RankLost | None:
+    """Return the loss of a Megatron process that caused `error`; None if there is none, or a mistake of the user too.
+
+    The engine pool goes on without a lost engine, so an engine that is named in an error could not be lost.
+    """
+    causes = list(_leaves(error))
+    if any(isinstance(cause, UserError) for cause in causes):
+        return None
+    lost = [cause for cause in causes if isinstance(cause, RankLost) and cause.name.startswith(MEGATRON)]
+    return min(lost, key=lambda cause: not isinstance(cause, RankDied), default=None)
+
+
+def _leaves(error: BaseException) -> Iterator[BaseException]:
+    """Yield the errors in a tree of exception groups."""
+    if isinstance(error, BaseExceptionGroup):
+        for inner in error.exceptions:
+            yield from _leaves(inner)
+    else:
+        yield error
+
+
 @asynccontextmanager
-async def open_run(config: RunConfig, run_dir: Path, origin: Origin | None = None) -> AsyncIterator[Run]:
-    """Start a run, resuming from `origin` if given; stop everything on exit, also after an error."""
-    questions_sha256 = sha256_of(Path(config.task.train_path))
-    done, history = (origin.state.step, origin.history) if origin else (0, None)
-    prompts = PromptSource(
-        read_questions(config.task.train_path), config.trainer.seed, origin.state.prompts if origin else None
-    )
-    heldout = heldout_questions(config)
+async def open_session(config: RunConfig, run_dir: Path, origin: Origin | None = None) -> AsyncIterator[Session]:
+    """Start what the run keeps; stop everything on exit, also after an error. `origin` is the checkpoint to begin at."""
     async with AsyncExitStack() as stack:
         # Ray's start blocks the event loop, for up to two waits.
         stack.enter_context(ending_if_blocked(run_dir, 2 * stall_limit_s(config)))
-        progress = stack.enter_context(_progress(config, run_dir, history))
-        cost = flops_of(read_architecture(config.model.path, config.model.family))
-        declared = [metric for table in METRIC_TABLES.values() for metric in table]
-        log = RunLogger(config, run_dir, progress, cost, history, _decoder(config), declared)
-        stack.callback(log.close)
+        progress = stack.enter_context(_progress(config, run_dir, origin.history if origin else None))
+        faults = FaultLog(run_dir / FAULTS, say=progress.notice)
+        stack.callback(faults.close)
         rewards = Rewards(config.reward, config.task, config.compat)
         stack.push_async_callback(rewards.close)
         search = stack.enter_context(serving(config.search, config.cluster.threads, run_dir / "logs"))
         if not search.started:
             await search.require()
+        outages = SearchOutages(search, Restarts(config.cluster), faults, progress.warn)
+        stack.push_async_callback(outages.close)
         workers = await stack.enter_async_context(started_groups(config, run_dir / "logs"))
-        config = replace(config, search=search.search)
-        groups, kl = _groups(config, log, workers), kl_control(config.algorithm)
-        if origin:
-            kl.restore(origin.state.kl)
-        await build_groups(config, workers, groups.devices.built, done)
-        status.show("starts", "search")
-        await asyncio.to_thread(search.wait_healthy)
-        status.show("", "search")
-        log.actor_peak = peak_flops(await groups.actor.device_names())
-        saver = _saver(config, run_dir, log, groups.devices, origin)
-        pipeline = _pipeline(config, log, groups, prompts, rewards, kl, origin)
-        groups.engines.engines.subscribe(lambda _: pipeline.wake())
-        weights = _weight_sync(config, log, groups, pipeline)
-        restart = partial(restart_engine, workers["rollout"], config=config, done=done)
-        run = Run(
-            config=config,
-            log=log,
-            search=search,
-            groups=groups,
-            pipeline=pipeline,
-            weights=weights,
-            supervisor=Supervisor(groups.engines, weights, restart, log.faults, config),
-            evaluator=Evaluator(config, log, search, groups.engines, heldout, groups.count_to, saver.awaited),
-            saver=saver,
-            rewards=rewards,
-            kl=kl,
-            questions_sha256=questions_sha256,
-        )
-        stack.callback(run.weights.close)
-        if origin:
-            await run.load(origin)
-        yield run
-        status.show("ends", *workers)
-        status.show("", "sync")
-        await groups.engines.stop(STOP_TIMEOUT_S)
+        yield Session(replace(config, search=search.search), run_dir, progress, faults, rewards, outages, workers)
 
 
-def _groups(config: RunConfig, log: RunLogger, workers: Mapping[str, WorkerGroup]) -> Groups:
-    """Return the worker groups, whose processes have no workers yet."""
-    engines = EnginePool(workers["rollout"], config, log.tracers["rollout"], log.episodes)
+def _groups(
+    config: RunConfig,
+    log: RunLogger,
+    workers: Mapping[str, WorkerGroup],
+    outages: SearchOutages,
+    before: EnginePool | None,
+) -> Groups:
+    """Return the worker groups, whose processes have no workers yet; the engines of the pool `before` go on."""
+    members = before.engines.members.anew() if before else None
+    engines = EnginePool(workers["rollout"], config, log.tracers["rollout"], log.episodes, outages, members)
     actor = ActorGroup(workers["actor"], _sharder(config, "actor", workers), log.tracers["actor"])
     switches = {"rollout": (engines.offload, engines.restore), "actor": (actor.offload, actor.restore)}
     critic, inference = None, None

@@ -160,10 +160,11 @@ class RunLogger:
         history: History | None = None,
         decode: Callable[[Sequence[int]], str] | None = None,
         declared: Sequence[Metric] = (),
+        faults: FaultLog | None = None,
     ) -> None:
         """Open the records in `run_dir`; with the `history` of a resumed run, continue them.
 
-        `cost` counts the model's operations; without it, utilisation is not logged. `decode` turns token ids into text,
+        `faults` may outlive this logger; without it, the logger opens one. `cost` counts the model's operations; without it, utilisation is not logged. `decode` turns token ids into text,
         special tokens included; without it, trajectories are not saved. `declared` explains the metrics of rows.
         """
         self.config = config
@@ -187,7 +188,8 @@ class RunLogger:
         self._recent: list[Span] = []
         self._begun_ns, self._begun_cpu_s = 0, 0.0
         known = history.logs if history else {}
-        self.faults = FaultLog(run_dir / FAULTS, say=self._warn)
+        self.faults = faults or FaultLog(run_dir / FAULTS)
+        self._owned = () if faults else (self.faults,)
         self._prompts = LineLog(run_dir / PROMPTS, known.get(PROMPTS))
         self._timeline = LineLog(run_dir / TIMELINE, known.get(TIMELINE))
         self._timeline_start = known.get(TIMELINE, 0)
@@ -256,13 +258,9 @@ class RunLogger:
         self._write_timeline(step, window)
         for alarm in alarms:
             if alarm.first:
-                self._warn(f"Warning: {alarm}")
+                self.progress.warn(str(alarm))
         self.progress.update(step=step, reward=row["critic/score/mean"], tokens_per_s=row["rollout/tokens_per_s"])
         return alarms
-
-    def _warn(self, sentence: str) -> None:
-        """Print a warning above the progress display."""
-        self.progress.console.print(sentence, style="yellow", highlight=False, markup=False)
 
     def _explain(self, names: Iterable[str]) -> None:
         """Write units and meanings to units.json when a row has a new name."""
@@ -357,7 +355,7 @@ class RunLogger:
             self._write_timeline(None, None)
         except RunError as problem:
             _log.warning("%s", problem)
-        for log in (self.faults, self._prompts, self._timeline, self._trackers):
+        for log in (*self._owned, self._prompts, self._timeline, self._trackers):
             log.close()
         try:
             last = deque(self._written_rows(self._timeline_start), maxlen=TRACED_ROWS)

@@ -18,9 +18,9 @@ from dataclasses import dataclass
 from rlsys.cluster.worker_group import RankDied
 from rlsys.config.schema import Mode, RunConfig
 from rlsys.errors import RunError, UserError
-from rlsys.observe.faults import Fault, FaultKind, FaultLog, Outcome
+from rlsys.observe.faults import Fault, FaultKind, FaultLog, Outcome, Restarts
 from rlsys.orchestrator.engine_pool import EnginePool, Newcomer
-from rlsys.orchestrator.membership import Member, Members, RestartBudget, Standing
+from rlsys.orchestrator.membership import Member, Members, Standing
 from rlsys.orchestrator.weight_sync import WeightSync
 from rlsys.rollout.agent.episode import EngineActivity
 
@@ -62,18 +62,20 @@ class Supervisor:
         start: Callable[[Member], Awaitable[None]],
         faults: FaultLog,
         config: RunConfig,
+        budget: Restarts,
+        unrecovered: dict[int, Fault],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`start` starts a member's process and model; it raises RunError or UserError if that fails."""
+        """`start` starts a member's process and model; it raises RunError or UserError if that fails. `budget` and
+        `unrecovered`, the faults by engine that are not over, outlast a run that goes back."""
         self.sync = sync
         self._pool, self._engines, self._start = pool, pool.engines, start
         self._faults, self._clock = faults, clock
-        most = 0 if config.cluster.mode is Mode.colocated else config.cluster.restarts
-        self._budget = RestartBudget(most, config.cluster.restart_window_s)
+        self._budget, self._unrecovered = budget, unrecovered
+        self._restarts = config.cluster.mode is not Mode.colocated
         self._stall_timeout_s = config.rollout.engine.stall_timeout_s
         self._heartbeats = Heartbeats()
-        self._open: dict[int, Fault] = {}
-        """Engine -> its fault that is not over."""
+        self._engines.on_loss = self._lost
 
     async def run(self, poll_s: float, after_poll: Callable[[], None] = lambda: None) -> None:
         """Watch and restart engines until cancelled; call `after_poll` after each poll of the engines."""
@@ -87,7 +89,7 @@ class Supervisor:
                         restarts.create_task(self._restart(one))
 
             unsubscribe = self._engines.subscribe(restart_new)
-            self._engines.on_loss = self._lost
+            restart_new(self._engines.members)
             try:
                 while True:
                     await asyncio.sleep(poll_s)
@@ -112,17 +114,17 @@ class Supervisor:
 
     def _lost(self, one: Member, kind: FaultKind, why: str) -> bool:
         """Record the fault of a member; return True if its engine is started again."""
-        returns = self._budget.take(self._clock())
-        if one.engine not in self._open:
+        returns = self._restarts and self._budget.take()
+        if one.engine not in self._unrecovered:
             groups = self._pool.groups_on(one)
             detail = f"{why.rstrip('.')}; {groups} prompt groups are run again."
-            self._open[one.engine] = self._faults.begin(f"engine {one.engine}", kind, detail)
+            self._unrecovered[one.engine] = self._faults.begin(f"engine {one.engine}", kind, detail)
         if not returns:
             self._end(one, Outcome.given_up, f"no restart is left: {why}")
         return returns
 
     def _end(self, one: Member, outcome: Outcome, detail: str) -> None:
-        fault = self._open.pop(one.engine, None)
+        fault = self._unrecovered.pop(one.engine, None)
         if fault is not None:
             self._faults.end(fault, outcome, detail)
 

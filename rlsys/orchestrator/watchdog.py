@@ -47,6 +47,7 @@ def stall_limit_s(config: RunConfig) -> float:
         cluster.start_timeout_s,
         rollout.engine.start_timeout_s,
         config.search.start_timeout_s,
+        config.search.outage_s,
         ATTEMPTS * group_s,
         reward.custom_timeout_s,
         judge_s,

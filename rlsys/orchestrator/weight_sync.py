@@ -269,7 +269,9 @@ class WeightSync:
         return replace(self._transferred, switch_s=last.switch_s if last else 0.0).figures()
 
     def close(self) -> None:
-        """Delete weight files that a killed sender may have left in the run's folder."""
+        """Make receivers leave an unfinished transfer, and delete weight files that a killed sender may have left."""
+        for meeting in self._meetings:
+            meeting.end()
         shutil.rmtree(self._folder, ignore_errors=True)
 
     @property

@@ -19,6 +19,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mappin
 from contextlib import AbstractContextManager, asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -119,15 +120,17 @@ async def build_groups(
     groups: Mapping[str, WorkerGroup],
     built: Callable[[str], Awaitable[None]],
     done: int = 0,
+    running: Mapping[str, Callable[[], Awaitable[None]]] = MappingProxyType({}),
 ) -> None:
     """Build the workers of all groups, and call `built` with the name of each group once it is built.
 
     `done` is the number of finished steps; it shifts the engines' seeds, so that a resumed run does not repeat samples.
+    `running` has groups that keep their workers -> function that waits until they are idle.
     """
 
     async def build(name: str) -> None:
         status.show("starts", name)
-        await _build(name, groups[name], config, done)
+        await (running[name]() if name in running else _build(name, groups[name], config, done))
         await built(name)
         status.show("waits for the other groups to start", name)
 

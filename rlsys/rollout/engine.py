@@ -65,7 +65,7 @@ from rlsys.rollout.agent.tokens import Codec, EpisodeProgress
 from rlsys.rollout.interface import EngineError, EngineSetup
 from rlsys.rollout.kinds import open_engine
 from rlsys.rollout.staging import StagedVersion
-from rlsys.rollout.tools.search_tool import open_tool, search_metrics
+from rlsys.rollout.tools.search_tool import for_run, open_tool, search_metrics
 from rlsys.weights.transport import (
     Bucket,
     BucketHandle,
@@ -316,6 +316,10 @@ class EngineDriver:
         if self._liveness is not None:
             self._liveness.stop()
         await self._named(asyncio.to_thread(self._engine.stop))
+
+    async def settle(self) -> None:
+        """Wait until no weight switch runs."""
+        await self._not_switching.wait()
 
     @property
     def running(self) -> int:
@@ -607,7 +611,7 @@ class RolloutWorker:
         self.engine = EngineDriver(model_path, rollout.engine, device, seed, memory_saver, architecture)
         self.engine.require_room(task)
         codec = Codec(AutoTokenizer.from_pretrained(model_path))
-        self._tools = EpisodeTools(self.engine, self._search, codec, task)
+        self._tools = EpisodeTools(self.engine, self._search and for_run(self._search, search), codec, task)
         self._slots = asyncio.Semaphore(rollout.max_episodes)
         self._draining = DrainLock()
         self._receiver: Receiver | None = None
@@ -634,7 +638,7 @@ class RolloutWorker:
 
         The episodes are the samples `first`, `first` + 1, ... of the question. `key` names the group for `abort_group`
         and `in_flight`. `progress` has the episodes that began elsewhere, each at most once. Raises UserError for a
-        question that is too long and RunError after a failed weight update.
+        question that is too long, RunError after a failed weight update, and SearchFailed if no search server answers.
         """
         drawn = sampling or training_sampling(self._rollout.sampling)
         group = EpisodeGroup(question, range(first, first + n_samples), self._tools, drawn, progress)
@@ -664,6 +668,13 @@ class RolloutWorker:
         for until_aborted, (started_as, _) in self._in_flight.items():
             if started_as == key and not until_aborted.expired():
                 until_aborted.reschedule(asyncio.get_running_loop().time())
+
+    async def settle(self) -> None:
+        """End all groups in flight, and wait until no group and no weight switch runs."""
+        for key in {key for key, _ in self._in_flight.values()}:
+            await self.abort_group(key)
+        async with self._draining.closed():
+            await self.engine.settle()
 
     def in_flight(self, keys: Sequence[str]) -> dict[str, tuple[EpisodeProgress, ...]]:
         """Return key -> progress of each group in `keys` that is in flight here.

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, NamedTuple, Protocol
 
+from rlsys.errors import RunError
+
 _BY_VECTORS = ("encoder", "dimension", "faiss_type", "nprobe", "ef_search")
 _BY_BOTH = ("candidates", "rank_constant", "dense", "bm25")
 SERVED = ("kind", "passages", "corpus_sha256", *_BY_VECTORS, "k1", "b", "stopwords", *_BY_BOTH, "settings")
@@ -78,6 +80,10 @@ class SearchResult:
     error: str = ""  # one sentence; empty on success
     failure: Failure | None = None
     """Kind of error. None on success, and for a replayed error without a recorded kind."""
+
+
+class SearchFailed(RunError):
+    """Raised if no search server has answered a search of an episode."""
 
 
 def served(health: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,7 +1,8 @@
 """Runs a search server as a child process.
 
 Invariants: the parent binds the port and passes the socket on, so no other process can take the port in between; the
-child ends when the parent ends, even by SIGKILL; `close` is idempotent and allowed at any time.
+child ends when the parent ends, even by SIGKILL; `close` is idempotent and allowed at any time. `restart` keeps the
+address, unless another process has taken the port since the child died.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -25,6 +27,7 @@ from rlsys.errors import RunError
 from rlsys.search.address import DEFAULT_HOST, DEFAULT_TOPK, TOKEN_VARIABLE, bind
 
 _POLL_S = 0.1
+_HEALTH_S = 2.0
 _TERMINATE_S = 10.0
 _LOG_LINES = 15
 
@@ -68,12 +71,21 @@ class SearchServer(AbstractContextManager["SearchServer"]):
         """Start `python -m *words`, with the listening socket and the parent's process id as further arguments."""
         self.log = Path(log)
         self.log.parent.mkdir(parents=True, exist_ok=True)
-        with bind(host, port) as sock, self.log.open("ab") as output:
-            self.url = f"http://{f'[{host}]' if ':' in host else host}:{sock.getsockname()[1]}"
+        self._words, self._host, self._environment = words, host, environment
+        self._launch(port)
+
+    def _launch(self, port: int) -> None:
+        with bind(self._host, port) as sock, self.log.open("ab") as output:
+            # The connections of a listening socket inherit SO_REUSEADDR. Without it, those of a dead server would block
+            # the port for a minute. It is set late, because a port that the system selects must not be shared before.
+            sock.listen()
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            self._port = int(sock.getsockname()[1])
+            self.url = f"http://{f'[{self._host}]' if ':' in self._host else self._host}:{self._port}"
             told = ["--listener-fd", str(sock.fileno()), "--parent-pid", str(os.getpid())]
             streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": subprocess.STDOUT}
-            command = [sys.executable, "-m", *words, *told]
-            kept: dict[str, Any] = {"env": environment, "pass_fds": [sock.fileno()], "process_group": 0}
+            command = [sys.executable, "-m", *self._words, *told]
+            kept: dict[str, Any] = {"env": self._environment, "pass_fds": [sock.fileno()], "process_group": 0}
             self._process = subprocess.Popen(command, **streams, **kept)
 
     @property
@@ -83,15 +95,32 @@ class SearchServer(AbstractContextManager["SearchServer"]):
 
     def wait_healthy(self, timeout_s: float) -> None:
         """Block until the server is healthy. Raises RunError with the end of its log if it exits or times out."""
-        deadline, url = time.monotonic() + timeout_s, f"{self.url}/health"
+        deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline:
-            if (status := self._process.poll()) is not None:
-                raise RunError(f"the search server ended with status {status}; {self._log_tail()}")
-            with suppress(httpx.TransportError), httpx.stream("GET", url, trust_env=False, timeout=2.0) as answer:
-                if answer.status_code == httpx.codes.OK:  # leaves the body unread
-                    return
+            if self.is_healthy(_HEALTH_S):
+                return
             time.sleep(_POLL_S)
         raise RunError(f"the search server did not answer within {timeout_s:g} s; {self._log_tail()}")
+
+    def is_healthy(self, timeout_s: float) -> bool:
+        """Return True if the server answers /health. Raises RunError with the end of its log if it has exited."""
+        if (status := self._process.poll()) is not None:
+            raise RunError(f"the search server ended with status {status}; {self._log_tail()}")
+        with suppress(httpx.TransportError):
+            url = f"{self.url}/health"
+            with httpx.stream("GET", url, trust_env=False, timeout=timeout_s) as answer:  # leaves the body unread
+                return answer.status_code == httpx.codes.OK
+        return False
+
+    def restart(self) -> None:
+        """Kill the process, if it lives, and start another one at the same address with the same arguments.
+
+        It may be starting up on return. Raises UserError if another process has taken the port.
+        """
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        self._launch(self._port)
 
     def close(self) -> None:
         """Stop the server and wait for its end: SIGTERM, then SIGKILL to its process group."""

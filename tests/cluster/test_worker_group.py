@@ -147,6 +147,17 @@ async def test_rank_that_was_killed_starts_again_on_its_devices(
         assert await group.call("add", 3) == [(0, [1, 3]), (7, [3])]
 
 
+async def test_restarted_group_has_new_processes_with_new_workers(bundles: PlacementGroup, tmp_path: Path) -> None:
+    async with group_of(bundles, SEATS, tmp_path) as group:
+        await group.call("add", 1)
+        with pytest.raises(RankDied) as died:
+            await group.call("die_on", 1)
+        assert died.value.name == "toy rank 1"
+        group.restart()
+        await group.build(Toy, [(rank,) for rank in range(2)], timeout_s=300)
+        assert await group.call("add", 2) == [(0, [2]), (1, [2])]
+
+
 @pytest.mark.parametrize("known", [False, True])
 async def test_death_is_reported_although_it_made_other_ranks_fail_first(
     known: bool, bundles: PlacementGroup, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

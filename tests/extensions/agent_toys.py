@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import suppress
 from typing import Annotated, Any
 
 from annotated_types import Ge
@@ -36,6 +37,14 @@ def not_async(question: Any, tools: Any, recorder: Any) -> Finish:
 
 async def too_few(question: Any, tools: Any) -> Finish:
     raise AssertionError((question, tools))
+
+
+async def hides_failures(question: Any, tools: Toolbox, recorder: Recorder) -> Finish:
+    recorder.begin(question.prompt)
+    await recorder.generate(answered)
+    with suppress(Exception):
+        await tools.search("who")
+    return Finish.ANSWER
 
 
 async def raises(question: Any, tools: Any, recorder: Recorder) -> Finish:

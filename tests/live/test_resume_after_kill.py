@@ -1,4 +1,7 @@
-"""Tests that a killed and resumed run equals an uninterrupted one: parameters, metrics and outcomes of prompts."""
+"""Tests that a run that is killed and resumed, or whose Megatron processes die, equals an uninterrupted one.
+
+Compares parameters, metrics, evaluations, trajectories, checkpoints and outcomes of prompts.
+"""
 
 import gzip
 import json
@@ -16,7 +19,7 @@ from rlsys.weights.checkpoint.store import check
 from tests.support.recorded_run import GROUPS, MOMENTS, NAME, STEPS, ended
 from tests.trainer import reference
 
-OF_THE_CLOCK = re.compile(r"time$|time/|idle/|mfu|tokens_per_s|sync/|_s$|_gbps|throughput")
+OF_THE_CLOCK = re.compile(r"time$|time/|faults/|idle/|mfu|tokens_per_s|sync/|_s$|_gbps|throughput")
 
 
 class RunResults:
@@ -95,7 +98,37 @@ def test_killed_and_resumed_run_equals_the_uninterrupted_one(
         "trajectories of all checkpointed steps must be kept"
     )
     assert ended(model, tmp_path) == 0
-    again = RunResults(tmp_path)
+    assert_equal(RunResults(tmp_path), uninterrupted)
+
+
+DEATHS = [pytest.param("accumulated", 2, "actor", False, id="between the calls of an optimiser step")]
+DEATHS += [
+    pytest.param(moment, 1, victim, early, id=name, marks=pytest.mark.slow)
+    for moment, victim, early, name in (
+        ("scoring", "inference", False, "while scoring"),
+        ("applied", "actor", False, "after an optimiser step"),
+        ("applied", "actor", True, "before the first checkpoint"),
+        ("staged", "actor", False, "while saving"),
+        ("transferred", "inference", False, "between push and activation"),
+        ("switched", "actor", False, "after an activation"),
+        ("evaluating", "actor", False, "during an evaluation"),
+    )
+]
+
+
+@pytest.mark.parametrize(("moment", "count", "victim", "early"), DEATHS)
+def test_run_whose_megatron_processes_die_goes_back_and_equals_the_uninterrupted_one(
+    moment: str, count: int, victim: str, early: bool, model: Path, uninterrupted: RunResults, tmp_path: Path
+) -> None:
+    """It goes back to its last checkpoint by itself, with the same engines, or to its start if there is none."""
+    assert ended(model, tmp_path, moment, count, victim, early) == 0
+    (folder,) = tmp_path.glob(f"{NAME}-*")
+    faults = [json.loads(line) for line in (folder / "faults.jsonl").read_text().splitlines()]
+    assert [(row.get("part"), row["event"]) for row in faults] == [(f"{victim} rank 0", "began"), (None, "recovered")]
+    assert_equal(RunResults(tmp_path), uninterrupted)
+
+
+def assert_equal(again: RunResults, uninterrupted: RunResults) -> None:
     assert again.weights.keys() == uninterrupted.weights.keys()
     for name, tensor in uninterrupted.weights.items():
         assert torch.equal(again.weights[name], tensor), name

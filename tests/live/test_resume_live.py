@@ -1,4 +1,4 @@
-"""Test that a real run, killed with all its processes during rollouts, resumes and loses no prompt."""
+"""Tests that a real run loses no prompt if all its processes are killed and it resumes, or if a part of it dies."""
 
 import json
 import subprocess
@@ -68,6 +68,52 @@ def test_every_prompt_is_trained_or_dropped_once_if_the_run_is_killed(tmp_path: 
     assert "resumes after step 2" in log.read_text()
     assert [one.name for one in outputs.iterdir()] == [folder.name]
 
+    ends = assert_each_prompt_ended_once(folder)
+    kept = [row for row in before if row["step"] <= 2]
+    assert ends[: len(kept)] == kept, "rows recorded before the checkpoint must stay"
+    (checkpoint,) = (folder / "checkpoints").iterdir()
+    assert checkpoint.name == f"global_step_{STEPS}"
+    assert (folder / "summary.json").is_file()
+
+
+def test_run_outlives_the_deaths_of_a_megatron_process_and_of_its_search_server(tmp_path: Path) -> None:
+    """The run itself ends well; its engines are the same processes throughout."""
+    outputs, log = tmp_path / "outputs", tmp_path / "log"
+    process = start(outputs, log)
+    try:
+        folder = wait_for(process, outputs, 2, log)
+        killed = [victim(process, "rlsys.search.server"), victim(process, "ray::SyncHost")]
+        engines = [victim(process, "ray::AsyncHost")]
+        for one in killed:
+            one.kill()
+        while process.poll() is None and len(recovered(folder)) < 2:
+            time.sleep(0.05)
+        assert [victim(process, "ray::AsyncHost")] == engines
+        assert process.wait(LIMIT_S) == 0, log.read_text()[-3000:]
+    finally:
+        if process.poll() is None:
+            kill_with_all_children(process)
+    begun = {row["fault"]: row["part"] for row in rows(folder / "faults.jsonl") if row["event"] == "began"}
+    assert {begun[number] for number in recovered(folder)} >= {"search server"}
+    assert any(part.startswith(("actor", "inference")) for part in begun.values())
+    assert len(recovered(folder)) == len(begun) == 2
+    assert_each_prompt_ended_once(folder)
+
+
+def victim(process: subprocess.Popen[bytes], name: str) -> psutil.Process:
+    """Return a child of `process` with `name` in its command line."""
+    children = psutil.Process(process.pid).children(recursive=True)
+    return next(child for child in children if name in " ".join(child.cmdline()))
+
+
+def recovered(folder: Path) -> list[int]:
+    """Return the numbers of the faults from which the run has recovered."""
+    file = folder / "faults.jsonl"
+    return [row["fault"] for row in rows(file) if row["event"] == "recovered"] if file.exists() else []
+
+
+def assert_each_prompt_ended_once(folder: Path) -> list[dict[str, Any]]:
+    """Assert that a finished run trained each prompt once and lost none; return the rows of prompts.jsonl."""
     assert [row["step"] for row in rows(folder / "metrics.jsonl")] == list(range(1, STEPS + 1))
     ends = rows(folder / "prompts.jsonl")
     prompt_groups = Counter(row["group"] for row in ends)
@@ -76,8 +122,4 @@ def test_every_prompt_is_trained_or_dropped_once_if_the_run_is_killed(tmp_path: 
     trained = Counter(row["uid"] for row in ends if row["end"] == "trained")
     assert sum(trained.values()) == STEPS * GROUPS
     assert set(trained.values()) == {1}, "there are more prompts than are trained, so each is trained once"
-    kept = [row for row in before if row["step"] <= 2]
-    assert ends[: len(kept)] == kept, "rows recorded before the checkpoint must stay"
-    (checkpoint,) = (folder / "checkpoints").iterdir()
-    assert checkpoint.name == f"global_step_{STEPS}"
-    assert (folder / "summary.json").is_file()
+    return ends

@@ -7,11 +7,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rlsys.config.schema import ClusterConfig
 from rlsys.observe.faults import (
     FAULTS,
     FaultKind,
     FaultLog,
     Outcome,
+    Restarts,
     fault_summary,
     faults_of,
     read_fault_row,
@@ -126,3 +128,10 @@ def test_damaged_file_is_one_problem_of_the_run(tmp_path: Path, damage: str) -> 
     assert len(found.problems) == (0 if damage in ("removed", "emptied", "blank") else 1), found.problems
     assert all(problem.startswith(FAULTS) for problem in found.problems)
     assert len(found.rows) == 1
+
+
+def test_restarts_are_counted_within_a_sliding_window() -> None:
+    seconds = iter([0.0, 4.0, 5.0, 9.9, 10.0, 13.0, 14.0, 15.0])
+    restarts = Restarts(ClusterConfig(restarts=2, restart_window_s=10.0), lambda: next(seconds))
+    assert [restarts.take() for _ in range(8)] == [True, True, False, False, True, False, True, False]
+    assert not Restarts(ClusterConfig(restarts=0)).take()

@@ -15,11 +15,11 @@ from tests.support.virtual_time import virtually
 
 
 @virtually
-async def test_dead_search_server_ends_a_step_that_waits_for_groups() -> None:
+async def test_search_server_that_stays_away_ends_a_step_that_waits_for_groups() -> None:
     async def take(*_: Any) -> None:
         await asyncio.Event().wait()
 
-    async def require() -> None:
+    async def check() -> None:
         raise RunError("the search server does not answer")
 
     actor = SimpleNamespace(fills_micro_batches=lambda _: True)
@@ -30,7 +30,7 @@ async def test_dead_search_server_ends_a_step_that_waits_for_groups() -> None:
         "log": SimpleNamespace(begin_step=lambda: None, faults=SimpleNamespace()),
         "questions_sha256": "",
     }
-    parts |= {"pipeline": SimpleNamespace(take=take), "search": SimpleNamespace(require=require)}
+    parts |= {"pipeline": SimpleNamespace(take=take), "search": SimpleNamespace(check=check)}
     with pytest.raises(ExceptionGroup) as found:
         await Run(config=RunConfig(), **parts).train_step(1)
     assert isinstance(found.value.exceptions[0], RunError)

@@ -2,7 +2,7 @@
 
 The run trains a few steps with the sequential schedule, which gives the same bits for the same episodes. It saves after
 every step and resumes from its newest checkpoint. At the `count`th `moment` after its first checkpoint it kills itself
-and all its processes, as if the machine had failed.
+and all its processes, as if the machine had failed, or only the processes of one group, the `victim`.
 """
 
 import asyncio
@@ -10,14 +10,15 @@ import functools
 import io
 import os
 import signal
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, nullcontext
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 from rich.console import Console
 
+from rlsys.cluster.worker_group import RankDied
 from rlsys.config.algorithm import AlgorithmConfig, KlControl, KlPlace, SampledKl
 from rlsys.config.schema import (
     ActorConfig,
@@ -40,17 +41,18 @@ from rlsys.config.schema import (
 from rlsys.data.question import Question
 from rlsys.data.trajectory import Trajectory
 from rlsys.files import sha256_of
+from rlsys.observe.faults import FAULTS, FaultLog
 from rlsys.observe.status import Progress
 from rlsys.orchestrator.evaluator import Evaluator
 from rlsys.orchestrator.resume import CHECKPOINTS, Origin, find_origin, folder_of
-from rlsys.orchestrator.run import Run
+from rlsys.orchestrator.run import Run, Session
 from rlsys.orchestrator.run_logger import RunLogger
 from rlsys.orchestrator.saving import Saver
 from rlsys.orchestrator.weight_sync import WeightSync
 from rlsys.orchestrator.worker_groups import Checkpoints, launch_megatron
 from rlsys.train import train
 from rlsys.weights.checkpoint.store import CheckpointStore, RetentionPolicy
-from tests.support.megatron_processes import ANSWER_S, Host, HostedGroup, forks, pool
+from tests.support.megatron_processes import ANSWER_S, Host, HostedGroup, fork, forks, pool
 from tests.support.recorded_episodes import RIGHT, Recording, Shape, record
 from tests.support.scheduled import Arrivals, Learner, Outcome, Playback, Scorer, assemble
 from tests.trainer import reference
@@ -79,17 +81,40 @@ QUESTIONS = [Question(f"q:{number}", "?", (RIGHT,)) for number in range(2 * GROU
 class KillSwitch:
     """Kills this process and its children at the `count`th `moment` after the first checkpoint; never if it is None."""
 
-    def __init__(self, moment: str | None, count: int) -> None:
+    def __init__(self, moment: str | None, count: int, victim: str = "", early: bool = False) -> None:
+        """If given, `victim` is the only group of processes to be killed. `early` also counts before the checkpoint."""
         self._moment, self._left = moment, count
-        self.saved = False
+        self.victim = victim
+        self.kill: Callable[[], None] = lambda: os.killpg(os.getpgrp(), signal.SIGKILL)
+        self.saved = early
         """True after the first checkpoint."""
 
     def __call__(self, moment: str) -> None:
-        """Report that `moment` is reached; kill the process group if its count is full."""
+        """Report that `moment` is reached; kill if its count is full."""
         if self.saved and moment == self._moment:
             self._left -= 1
             if not self._left:
-                os.killpg(os.getpgrp(), signal.SIGKILL)
+                self.kill()
+
+
+class MortalGroup(HostedGroup):
+    """Processes that may die, which `call_each` reports as a WorkerGroup does."""
+
+    async def call_each(self, method: str, arguments: Sequence[tuple], timeout_s: float = ANSWER_S) -> list[Any]:
+        try:
+            return await super().call_each(method, arguments, timeout_s)
+        except (EOFError, OSError) as problem:
+            raise RankDied(
+                f"{self.name} rank 0 died before it could finish {method}.", 0, f"{self.name} rank 0"
+            ) from problem
+
+    def kill(self) -> None:
+        for host in self.ranks:
+            host.kill()
+
+    def restart(self) -> None:
+        self.kill()
+        self.ranks = fork(len(self.ranks))
 
 
 class Episodes(Playback):
@@ -189,64 +214,82 @@ def settings(model: Path, outputs: Path) -> RunConfig:
     )
 
 
+class RecordedSession(Session):
+    """A session with recorded episodes and without Ray."""
+
+    def __init__(self, config: RunConfig, run_dir: Path, progress: Progress, hosts: Sequence[Host], kill: KillSwitch):
+        workers = {"inference": MortalGroup("inference", hosts[:1]), "actor": MortalGroup("actor", hosts[1:])}
+        parts: dict[str, Any] = {"rewards": None, "search": None, "workers": workers}
+        super().__init__(config, run_dir, progress, FaultLog(run_dir / FAULTS), **parts)
+        recording = record(QUESTIONS, Shape(STEPS + 1, SAMPLES, reference.tiny_config().vocab_size), SEED)
+        self.engines, self.kill_switch, self.groups = Episodes(config, recording, kill), kill, workers
+        if kill.victim:
+            kill.kill = workers[kill.victim].kill
+
+    @asynccontextmanager
+    async def opened(self, origin: Origin | None) -> AsyncIterator[Run]:
+        log = self.logger(origin, str)
+        try:
+            for name, group in self.groups.items():
+                if self._ran:
+                    group.restart()
+                await launch_megatron(group, name, self.config)  # type: ignore[arg-type]
+            run = _run(self, log, origin)
+            if origin:
+                await run.load(origin)
+            self.ready(origin.state.step if origin else 0)
+            yield run
+        finally:
+            log.close()
+
+
 @asynccontextmanager
 async def opened(
-    hosts: Sequence[Host], kill_switch: KillSwitch, config: RunConfig, run_dir: Path, origin: Origin | None
-) -> AsyncIterator[Run]:
-    """Open a run like `open_run`, but with recorded episodes and without Ray."""
-    state = origin.state if origin else None
-    groups = {"inference": HostedGroup("inference", hosts[:1]), "actor": HostedGroup("actor", hosts[1:])}
-    async with AsyncExitStack() as stack:
-        progress = stack.enter_context(Progress(Console(file=io.StringIO())))
-        run = RunLogger(config, run_dir, progress, None, origin.history if origin else None, str)
-        stack.callback(run.close)
-        for name, group in groups.items():
-            await launch_megatron(group, name, config)  # type: ignore[arg-type]
-        session = _session(config, run_dir, run, groups, kill_switch, origin)
-        if origin:
-            await session.load(origin)
+    hosts: Sequence[Host], kill_switch: KillSwitch, config: RunConfig, run_dir: Path, _: Origin | None
+) -> AsyncIterator[Session]:
+    """Open a session like `open_session`."""
+    with Progress(Console(file=io.StringIO())) as progress:
+        session = RecordedSession(config, run_dir, progress, hosts, kill_switch)
         yield session
-        torch.save(session.groups.engines.weights, run_dir / "weights.pt")  # type: ignore[attr-defined]
-    assert state is None or state.step <= STEPS
+    torch.save(session.engines.weights, run_dir / "weights.pt")
 
 
-def _session(
-    config: RunConfig, run_dir: Path, log: RunLogger, workers: Mapping[str, HostedGroup], kill_switch: KillSwitch,
-    origin: Origin | None,
-) -> Run:  # fmt: skip
-    recording = record(QUESTIONS, Shape(STEPS + 1, SAMPLES, reference.tiny_config().vocab_size), SEED)
-    rollout: Any = Episodes(config, recording, kill_switch)
-    session = assemble(
-        config, QUESTIONS, workers, rollout, Outcome(events=[""]), functools.partial(asyncio.sleep, 0), log,
+def _run(session: RecordedSession, log: RunLogger, origin: Origin | None) -> Run:
+    config, run_dir, kill_switch = session.config, session.run_dir, session.kill_switch
+    rollout: Any = session.engines
+    run = assemble(
+        config, QUESTIONS, session.groups, rollout, Outcome(events=[""]), functools.partial(asyncio.sleep, 0), log,
         log.tracers["driver"], run_dir, origin.state if origin else None,
         scorer=reporting(Scorer, kill_switch, compute="scoring"),
         learner=reporting(Learner, kill_switch, accumulate="accumulated", apply="applied"),
         sync=reporting(WeightSync, kill_switch, push="transferred", activate="switched"),
     )  # fmt: skip
-    actor = session.groups.actor
+    actor = run.groups.actor
     actor.checkpoints = reporting(Checkpoints, kill_switch, begin_save="staged")(actor)
-    session.saver = Saver(
+    run.saver = Saver(
         KillableStore(run_dir / CHECKPOINTS, kill_switch), RetentionPolicy(2, None, best=False), log.em_of,
-        session.groups.devices.onload, background=True, newest=origin.checkpoint.folder if origin else None,
+        run.groups.devices.onload, background=True, newest=origin.checkpoint.folder if origin else None,
     )  # fmt: skip
-    session.evaluator = Evaluator(
-        config, log, session.search, rollout, QUESTIONS[:3], session.groups.count_to, session.saver.awaited
-    )
-    session.questions_sha256 = sha256_of(Path(config.task.train_path))
-    return session
+    run.evaluator = Evaluator(config, log, run.search, rollout, QUESTIONS[:3], run.groups.count_to, run.saver.awaited)
+    run.questions_sha256 = sha256_of(Path(config.task.train_path))
+    return run
 
 
-def train_recorded(model: Path, outputs: Path, moment: str | None, count: int) -> None:
-    """Train to the end, or until the run kills itself at `moment`."""
-    config, kill_switch = settings(model, outputs), KillSwitch(moment, count)
+def train_recorded(
+    model: Path, outputs: Path, moment: str | None, count: int, victim: str = "", early: bool = False
+) -> None:
+    """Train to the end, or until the run kills itself at `moment`; it outlives the death of a `victim`."""
+    config, kill_switch = settings(model, outputs), KillSwitch(moment, count, victim, early)
     origin = find_origin(config, print)
     run_dir = folder_of(config, origin)
     asyncio.run(train(config, run_dir, origin, functools.partial(opened, pool(3), kill_switch)))
 
 
-def ended(model: Path, outputs: Path, moment: str | None = None, count: int = 1) -> int:
+def ended(
+    model: Path, outputs: Path, moment: str | None = None, count: int = 1, victim: str = "", early: bool = False
+) -> int:
     """Train in a new process group. Returns the exit code, negative for the signal that killed it."""
-    process = forks().Process(target=_alone, args=(model, outputs, moment, count))
+    process = forks().Process(target=_alone, args=(model, outputs, moment, count, victim, early))
     process.start()
     process.join(LIMIT_S)
     assert process.exitcode is not None, "the run did not end in time"

@@ -69,6 +69,8 @@ class Outcome:
     """Statistics of each optimiser step."""
     samples: dict[tuple[int, str, int], Sample] = field(default_factory=dict)
     """(version that sampled, question, number of the sample) -> trained sample."""
+    faults: Any = field(default_factory=SimpleNamespace)
+    """See `RunLogger`."""
     events: list[str] = field(default_factory=list)
     """Events of each step, in order.
 
@@ -214,8 +216,11 @@ class NoDeaths:
 class NoSearch:
     """Search server that is always available, as recorded episodes do not search."""
 
-    async def require(self) -> None:
-        """See `Serving`."""
+    async def check(self) -> None:
+        """See `SearchOutages`."""
+
+    async def watch(self) -> None:
+        """See `SearchOutages`."""
 
 
 def run(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from contextlib import suppress
 from pathlib import Path
 from typing import Annotated
@@ -13,7 +14,7 @@ from typer import Option
 
 from rlsys.apps.cli.doctor import look
 from rlsys.apps.cli.options import ConfigDir, ConfigName, Overrides
-from rlsys.apps.running import run_to_end
+from rlsys.apps.running import run_to_end, supervise
 from rlsys.cluster.launch.role import LaunchTask, Role, check_searching, find_role, machine_count
 from rlsys.cluster.local_ray import RAY_PORT
 from rlsys.cluster.planning.resolve import make_plan, render_plan
@@ -21,6 +22,7 @@ from rlsys.cluster.planning.splits import faster_split
 from rlsys.config.compose import load_config
 from rlsys.config.schema import RunConfig
 from rlsys.errors import UserError
+from rlsys.observe.faults import KILLED_BY, Restarts
 from rlsys.orchestrator.validate import find_problems, validate
 from rlsys.weights.weight_map import read_architecture
 
@@ -39,7 +41,10 @@ def train(
     no_wandb: Annotated[bool, Option("--no-wandb", help="Do not log to Weights & Biases.")] = False,
     folder_to: Annotated[Path | None, Option(help=_FOLDER)] = None,
 ) -> None:
-    """Train a policy."""
+    """Train a policy.
+
+    With resume=auto, the run continues from its last checkpoint if its driver is killed, at most cluster.restarts times.
+    """
     config = load_config(config_name, overrides or (), config_dir)
     if no_wandb:
         config.tracking.wandb = False
@@ -52,7 +57,14 @@ def train(
             plan["notes"].append(faster)
         typer.echo(json.dumps(plan, indent=2) if as_json else render_plan(plan))
         return
-    _train(config, folder_to)
+    if config.resume != "auto" or not config.cluster.restarts or KILLED_BY in os.environ:
+        _train(config, folder_to)
+        return
+    words = ["train", "-c", config_name, *(overrides or ()), *(["--no-wandb"] if no_wandb else [])]
+    given = {"--config-dir": config_dir, "--folder-to": folder_to}
+    words += [word for option, path in given.items() if path is not None for word in (option, str(path))]
+    command = [sys.executable, "-m", "rlsys.apps.cli.main", *words]
+    raise typer.Exit(supervise(command, Restarts(config.cluster), lambda text: typer.echo(f"Note: {text}", err=True)))
 
 
 def _train(config: RunConfig, folder_to: Path | None) -> None:

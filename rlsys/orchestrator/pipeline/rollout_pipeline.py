@@ -63,6 +63,8 @@ class LostReason(StrEnum):
     """Two engines died while they generated the group."""
     timeout = "timeout"
     """A live engine did not return the group in time."""
+    search_failed = "search_failed"
+    """Two of the group's tries ended with a search without an answer, although the search server answers others."""
 
 
 class GroupLost(RunError):

@@ -145,11 +145,21 @@ class Episode:
         return self.recorder.trajectory(finish)
 
     async def run(self, timeout_s: float | None = None) -> Finish | None:
-        """Run turns until the episode ends, and close its tools; return the reason, None after `timeout_s` seconds."""
+        """Run turns until the episode ends, and close its tools; return the reason, None after `timeout_s` seconds.
+
+        Raises SearchFailed if a search has raised it.
+        """
+        finish = None
         try:
-            return await within(asyncio.ensure_future(self._play()), timeout_s=timeout_s)
+            finish = await within(asyncio.ensure_future(self._play()), timeout_s=timeout_s)
+        except Exception:
+            if self._box.failed_search is None:
+                raise
         finally:
             await self._box.close()
+        if self._box.failed_search is not None:
+            raise self._box.failed_search
+        return finish
 
     async def _play(self) -> Finish:
         agent = self._tools.agent

@@ -1,7 +1,8 @@
 """Calls the search and the tools for an episode: time limits, failures as text, and the state that tools keep.
 
 Invariants:
-- A failed call is returned, not raised: also of a tool that raises, hangs, or returns another type.
+- A failed call is returned, not raised: also of a tool that raises, hangs, or returns another type. Only a search that
+  no server answers may raise `SearchFailed`, which ends the episode.
 - A tool's code runs on an event loop of its own, so code that blocks delays no episode and no other tool.
 - A call lasts at most its time limit and `CANCEL_GRACE_S`, and `BLOCKED_S` more if the tool blocks its event loop. The
   first call of a tool with state also includes its opening.
@@ -21,7 +22,7 @@ from time import perf_counter
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 from rlsys.rollout.tools.interface import EpisodeFacts, Tool, ToolError, has_state
-from rlsys.search.retrieval import SearchResult
+from rlsys.search.retrieval import SearchFailed, SearchResult
 from rlsys.search.web.loop import LoopThread
 
 T = TypeVar("T")
@@ -40,7 +41,7 @@ class SearchTool(Protocol):
     """Search interface of an episode."""
 
     async def search(self, query: str) -> SearchResult:
-        """Return the passages for one query. Failures are returned, not raised."""
+        """Return the passages for one query. Failures are returned, except SearchFailed (`RequiredSearch`)."""
 
 
 class ToolResult(NamedTuple):
@@ -80,6 +81,8 @@ class Toolbox:
         self.by_name = tools
         self.searches = search is not None
         """True if the policy can search."""
+        self.failed_search: SearchFailed | None = None
+        """Error of the first search that no server answered. It ends the episode even if the agent hides it."""
         self._search = search
         self._threads = threads
         self._episode = episode
@@ -110,7 +113,11 @@ class Toolbox:
     async def _call(self, name: str, text: str) -> ToolResult:
         if not name:
             assert self._search is not None, "an agent calls no search where there is none"
-            found = await self._search.search(text)
+            try:
+                found = await self._search.search(text)
+            except SearchFailed as failure:
+                self.failed_search = self.failed_search or failure
+                raise
             return ToolResult(render_search(passage.contents for passage in found.passages), found.error)
         if name not in self._calls:
             self._calls[name] = _Calls(self.by_name[name], self._threads[name], self._episode)

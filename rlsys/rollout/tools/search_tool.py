@@ -1,4 +1,8 @@
-"""Opens the search tool of a config: a client of the search servers, or a cassette that records or replays answers."""
+"""Opens the search tool of a config: a client of the search servers, or a cassette that records or replays answers.
+
+An episode whose search no server has answered would teach the policy that searching fails. `RequiredSearch` ends such an
+episode, so that the driver can run its prompt group again once a server answers.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +15,24 @@ from rlsys.config.schema import SearchConfig
 from rlsys.errors import UserError
 from rlsys.search.cassette import CassetteTool
 from rlsys.search.client import SearchClient
+from rlsys.search.retrieval import Failure, SearchFailed, SearchResult
+
+_OUTAGE = (Failure.unavailable, Failure.denied)
+"""Failures for which no query is to blame."""
+
+
+class RequiredSearch:
+    """Search tool that raises SearchFailed where `tool` returns that no server answers."""
+
+    def __init__(self, tool: SearchClient | CassetteTool) -> None:
+        self._tool = tool
+
+    async def search(self, query: str) -> SearchResult:
+        """Search; failures for which the query is to blame are returned."""
+        result = await self._tool.search(query)
+        if result.failure in _OUTAGE:
+            raise SearchFailed(result.error)
+        return result
 
 
 def open_tool(search: SearchConfig) -> SearchClient | CassetteTool:
@@ -25,6 +47,11 @@ def open_tool(search: SearchConfig) -> SearchClient | CassetteTool:
         return open_client(search, topk=search.topk)
     client = open_client(search, topk=search.topk) if needs_server(search) else None
     return CassetteTool(Path(cassette.path), cassette.mode, cassette.latency_scale, search.topk, client)
+
+
+def for_run(tool: SearchClient | CassetteTool, search: SearchConfig) -> SearchClient | CassetteTool | RequiredSearch:
+    """Return the tool with which the episodes of a run search. A replayed cassette may answer with recorded failures."""
+    return RequiredSearch(tool) if needs_server(search) else tool
 
 
 def search_metrics(tool: SearchClient | CassetteTool) -> dict[str, float]:

@@ -10,7 +10,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from rlsys.orchestrator.membership import Member, Members, NoEngineLeft, NoneSetAside, RestartBudget, Router, Standing
+from rlsys.orchestrator.membership import Member, Members, NoEngineLeft, NoneSetAside, Router, Standing
 
 KEYS = [f"k{number}" for number in range(12)]
 
@@ -199,8 +199,15 @@ def test_snapshot_does_not_change() -> None:
     ]
 
 
-def test_restarts_are_counted_within_a_sliding_window() -> None:
-    budget = RestartBudget(2, 10.0)
-    taken = [budget.take(second) for second in (0.0, 4.0, 5.0, 9.9, 10.0, 13.0, 14.0, 15.0)]
-    assert taken == [True, True, False, False, True, False, True, False]
-    assert not RestartBudget(0, 10.0).take(0.0)
+def test_members_of_a_run_that_goes_back_have_no_version_and_start_again_unless_they_live() -> None:
+    """Engine 0 lives at version 4, engine 1 is being started again, engine 2 was given up."""
+    members = Members.first(3).raise_to(4)
+    members = members.switched(members.of_engine[0], 4).remove(members.of_engine[1], returns=True)
+    members = members.remove(members.of_engine[2])
+    after = members.anew()
+    assert [(one.engine, one.standing, one.version) for one in after.of_engine.values()] == [
+        (0, Standing.serving, None),
+        (1, Standing.starting, None),
+    ]
+    assert after.version is None
+    assert not {one.life for one in after.of_engine.values()} & {one.life for one in members.of_engine.values()}

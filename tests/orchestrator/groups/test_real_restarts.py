@@ -16,7 +16,7 @@ import pytest
 
 from rlsys.config.compose import load_config
 from rlsys.data.question import Question
-from rlsys.observe.faults import FaultLog
+from rlsys.observe.faults import FaultLog, Restarts
 from rlsys.observe.spans import Tracer
 from rlsys.orchestrator.engine_pool import EnginePool
 from rlsys.orchestrator.membership import Members
@@ -90,7 +90,9 @@ async def test_killed_and_stopped_engines_come_back(mode: str, copies: bool, tmp
         )
         start = partial(restart_engine, workers["rollout"], config=config)
         faults = FaultLog(tmp_path / "faults.jsonl")
-        watching = asyncio.ensure_future(Supervisor(pool, sync, start, faults, config).run(0.5))
+        watching = asyncio.ensure_future(
+            Supervisor(pool, sync, start, faults, config, Restarts(config.cluster), {}).run(0.5)
+        )
         await sync.send(3)
         killed, living = worker_of(0), worker_of(1)
         (stopped,) = [one for one in living.children() if "transformers_process" in " ".join(one.cmdline())]

@@ -13,7 +13,7 @@ import pytest
 from rlsys.config.algorithm import AlgorithmConfig
 from rlsys.config.schema import ClusterConfig, Device, RolloutConfig, RunConfig, SglangConfig, SyncMode
 from rlsys.errors import RunError
-from rlsys.observe.faults import FaultLog
+from rlsys.observe.faults import FaultLog, Restarts
 from rlsys.observe.spans import Tracer
 from rlsys.orchestrator import weight_sync
 from rlsys.orchestrator.engine_pool import EnginePool
@@ -52,8 +52,11 @@ def config_of(restarts: int) -> RunConfig:
 
 def supervised(engines: Any, sync: Any, restarts: int, log: Path) -> tuple[EnginePool, Supervisor]:
     pool, _ = make(engines)
-    supervisor = Supervisor(pool, sync, engines.restart, FaultLog(log), config_of(restarts), clock=now)
-    return pool, supervisor
+    return pool, supervisor_of(pool, sync, engines.restart, FaultLog(log), config_of(restarts))
+
+
+def supervisor_of(pool: EnginePool, sync: Any, start: Any, faults: FaultLog, config: RunConfig) -> Supervisor:
+    return Supervisor(pool, sync, start, faults, config, Restarts(config.cluster, now), {}, clock=now)
 
 
 class Copy:
@@ -162,9 +165,8 @@ class World(Simulation):
             Tracer("driver"),
             activated=self.publish,
         )
-        self.supervisor = Supervisor(
-            self.pool, self.sync, self.restart, FaultLog(self.log), config_of(self.restarts), clock=now
-        )
+        config = config_of(self.restarts)
+        self.supervisor = supervisor_of(self.pool, self.sync, self.restart, FaultLog(self.log), config)
         self.given: dict[int, str] = {}
         """Version -> digest with which it was pushed."""
 

@@ -12,15 +12,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlsys.config.schema import SearchR1Agent, TaskConfig, TokenMode
+from rlsys.config.custom import custom_variant
+from rlsys.config.schema import CustomAgent, SearchR1Agent, TaskConfig, TokenMode
 from rlsys.data.trajectory import Action, Finish, Trajectory
-from rlsys.rollout.agent.episode import EpisodeTools, run_episode
+from rlsys.rollout.agent.episode import EpisodeGroup, EpisodeTools, run_episode
 from rlsys.rollout.tools.calls import MAX_CHARS, ToolResult, call_tool
-from rlsys.search.retrieval import SearchResult
+from rlsys.search.retrieval import SearchFailed, SearchResult
 from tests.rollout.agent.scripted import CALCULATOR, CODEC, DRAWN, QUESTION, SCRIPTED, Script, task, tools_of
 from tests.rollout.tools.own_tools import Scripted
 from tests.support.refusals import refused
 from tests.support.search_results import result_of
+
+HIDES = "tests.extensions.agent_toys.hides_failures"
 
 
 def run(script: Script, config: TaskConfig) -> Trajectory:
@@ -174,3 +177,22 @@ def test_episode_is_counted_while_it_waits_for_a_tool_or_search() -> None:
     assert len(trajectory.turns) == len(watched.calls)
     assert seen == [Counter(search=1), Counter(watch=1)][: len(seen)]
     assert not +tools.awaited
+
+
+@pytest.mark.parametrize("agent", [SearchR1Agent(), custom_variant(CustomAgent, HIDES)(HIDES)], ids=["own", "hides"])
+async def test_search_that_no_server_answers_ends_the_episode_and_its_group(agent: SearchR1Agent | CustomAgent) -> None:
+    """Also if an agent from outside of the package hides the error from the engine."""
+
+    class Down(Script):
+        async def search(self, query: str) -> SearchResult:
+            self.queries.append(query)
+            raise SearchFailed("connection refused")
+
+    script = Down(["<search>who</search>", "<answer>a</answer>"])
+    with closing(tools_of(script, task(agent=agent))) as tools:
+        with pytest.raises(SearchFailed):
+            await run_episode(QUESTION, 3, tools, DRAWN)
+        group = EpisodeGroup(QUESTION, [0, 1], tools, DRAWN)
+        with pytest.raises(SearchFailed):
+            await group.play(asyncio.Semaphore(2), 60.0)
+    assert script.queries

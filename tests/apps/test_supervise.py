@@ -1,0 +1,97 @@
+"""Tests of a command that is started again when it is killed, with real processes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.support.paths import PROJECT
+
+LIMIT_S = 300
+SUPERVISOR = """
+import sys
+from rlsys.apps.running import supervise
+from rlsys.config.schema import ClusterConfig
+from rlsys.observe.faults import Restarts
+sys.exit(supervise([sys.executable, "-c", sys.argv[1], *sys.argv[2:]], Restarts(ClusterConfig(restarts=2)), print))
+"""
+"""Runs the Python code of its first argument, at most three times."""
+RUN = """
+import os, pathlib, signal, subprocess, sys
+folder = pathlib.Path(sys.argv[1])
+orphan = subprocess.Popen(["sleep", "3600"], start_new_session=True)
+life = len(list(folder.iterdir()))
+part = folder / ".part"
+part.write_text(f"{os.getpid()} {orphan.pid} {os.environ['RLSYS_KILLED_BY']}")
+"""
+"""Begins a life: starts a process that would outlive it, and writes both ids."""
+DIES = 'part.rename(folder / f"life {life}")\nif life < int(sys.argv[2]): os.kill(os.getpid(), signal.SIGKILL)\norphan.kill()\n'
+WAITS = """
+def stop(*_):
+    orphan.kill()
+    sys.exit(130)
+signal.signal(signal.SIGTERM, stop)
+signal.signal(signal.SIGINT, stop)
+part.rename(folder / f"life {life}")
+signal.pause()
+"""
+
+
+def start(code: str, folder: Path, *words: str) -> subprocess.Popen[bytes]:
+    folder.mkdir()
+    return subprocess.Popen([sys.executable, "-c", SUPERVISOR, code, str(folder), *words], cwd=PROJECT)
+
+
+def lives(folder: Path) -> list[tuple[int, int, str]]:
+    """Return process id, id of the process that it left, and reason of each life."""
+    found = []
+    for file in sorted(folder.glob("life *")):
+        pid, orphan, *reason = file.read_text().split()
+        found.append((int(pid), int(orphan), "".join(reason)))
+    return found
+
+
+def gone(pid: int) -> bool:
+    return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+
+
+@pytest.mark.parametrize(("deaths", "status"), [(0, 0), (2, 0), (3, 128 + signal.SIGKILL)])
+def test_killed_command_is_run_again_within_limits_and_leaves_no_process(
+    deaths: int, status: int, tmp_path: Path
+) -> None:
+    process = start(RUN + DIES, tmp_path / "lives", str(deaths))
+    assert process.wait(LIMIT_S) == status
+    found = lives(tmp_path / "lives")
+    assert [reason for *_, reason in found] == ["", "SIGKILL", "SIGKILL"][: min(deaths, 2) + 1]
+    assert all(gone(pid) and gone(orphan) for pid, orphan, _ in found)
+
+
+@pytest.mark.parametrize("status", [1, 2])
+def test_command_that_ends_with_an_error_is_not_run_again(status: int, tmp_path: Path) -> None:
+    code = f'part.rename(folder / "life 0")\norphan.kill()\nsys.exit({status})\n'
+    assert start(RUN + code, tmp_path / "lives").wait(LIMIT_S) == status
+    assert len(lives(tmp_path / "lives")) == 1
+
+
+@pytest.mark.parametrize("sign", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
+def test_signal_to_the_supervisor_ends_the_command(sign: signal.Signals, tmp_path: Path) -> None:
+    process = start(RUN + WAITS, tmp_path / "lives")
+    deadline = time.monotonic() + LIMIT_S
+    while not lives(tmp_path / "lives"):
+        assert time.monotonic() < deadline
+        assert process.poll() is None
+        time.sleep(0.01)
+    ((pid, orphan, _),) = lives(tmp_path / "lives")
+    os.kill(process.pid, sign)
+    assert process.wait(LIMIT_S) == (-sign if sign is signal.SIGKILL else 130)
+    while not (gone(pid) and gone(orphan)):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert len(lives(tmp_path / "lives")) == 1

@@ -1,0 +1,114 @@
+"""Tests of the decision to go back to a checkpoint: after which errors, and how often."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from rlsys.cluster.worker_group import RankDied, RankSilent
+from rlsys.config.schema import ClusterConfig, RunConfig
+from rlsys.errors import PeerLost, RunError, UserError
+from rlsys.observe.faults import FAULTS, FaultLog
+from rlsys.observe.status import Progress
+from rlsys.orchestrator.engine_pool import NoEngineLeft
+from rlsys.orchestrator.resume import Origin
+from rlsys.orchestrator.run import Run, Session, lost_worker
+from rlsys.train import train
+
+DIED = RankDied("actor rank 1 died before it could finish apply.\nits log", 1, "actor rank 1")
+HANGS = RankSilent("waited 9 s for inference rank 0 to finish compute.", 0, "inference rank 0")
+ENGINE = RankSilent("waited 9 s for rollout rank 0 to finish load_bucket.", 0, "rollout rank 0")
+MISTAKE = UserError("x=1 must be 2.", code="out_of_range", key="x")
+
+
+@pytest.mark.parametrize(
+    ("error", "cause"),
+    [
+        (DIED, DIED),
+        (ExceptionGroup("", [RunError("version 3 was not activated"), ExceptionGroup("", [HANGS])]), HANGS),
+        (ExceptionGroup("", [HANGS, PeerLost("rank 0 left"), DIED]), DIED),
+        (ExceptionGroup("", [DIED, MISTAKE]), None),
+        (MISTAKE, None),
+        (RunError("the guard rang"), None),
+        (NoEngineLeft("every rollout engine has died."), None),
+        (ENGINE, None),
+        (PeerLost("rank 0 left"), None),
+        (BaseExceptionGroup("", [asyncio.CancelledError()]), None),
+    ],
+)
+def test_a_run_goes_back_only_if_a_megatron_process_is_lost(error: BaseException, cause: BaseException | None) -> None:
+    assert lost_worker(error) is cause
+
+
+class Failing(Session):
+    """A session whose run fails with one error after the other, and then ends well."""
+
+    def __init__(self, path: Path, errors: list[BaseException], restarts: int, *, opens: bool = True) -> None:
+        self.killed = 0
+        workers = dict.fromkeys(("rollout", "actor"), SimpleNamespace(kill=self._count))
+        workers["rollout"] = SimpleNamespace(kill=self._refuse)
+        config = RunConfig(output_dir=str(path), cluster=ClusterConfig(restarts=restarts))
+        parts: dict[str, Any] = {"rewards": None, "search": None, "workers": workers}
+        super().__init__(config, path, Progress(Console(file=io.StringIO())), FaultLog(path / FAULTS), **parts)
+        self._errors, self._opens = errors, opens
+
+    def _count(self) -> None:
+        self.killed += 1
+
+    def _refuse(self) -> None:
+        raise AssertionError("the engines keep their processes")
+
+    @asynccontextmanager
+    async def opened(self, origin: Origin | None) -> AsyncIterator[Run]:
+        assert origin is None
+        if self._opens:
+            self.ready(0)
+        if self._errors:
+            raise self._errors.pop(0)
+        raise RunError("the end")
+        yield
+
+    async def run(self) -> None:
+        @asynccontextmanager
+        async def opened(*_: Any) -> AsyncIterator[Session]:
+            yield self
+
+        await train(self.config, self.run_dir, None, opened)
+
+    def events(self) -> list[str]:
+        return [json.loads(line)["event"] for line in (self.run_dir / FAULTS).read_text().splitlines()]
+
+
+@pytest.mark.parametrize("restarts", [0, 1, 2])
+async def test_a_run_goes_back_so_often_and_then_ends_with_the_error_of_the_worker(
+    restarts: int, tmp_path: Path
+) -> None:
+    session = Failing(tmp_path, [DIED] * 9, restarts)
+    with pytest.raises(RankDied):
+        await session.run()
+    assert session.killed == restarts
+    assert session.events() == ["began", "recovered"] * restarts + ["began", "given_up"]
+
+
+@pytest.mark.parametrize("error", [MISTAKE, RunError("collapsed"), asyncio.CancelledError(), KeyboardInterrupt()])
+async def test_other_errors_end_the_run_at_once(error: BaseException, tmp_path: Path) -> None:
+    session = Failing(tmp_path, [error], 9)
+    with pytest.raises(type(error)) as ended:
+        await session.run()
+    assert ended.value is error
+    assert session.killed == 0
+    assert (tmp_path / FAULTS).read_text() == ""
+
+
+async def test_a_run_that_was_never_open_does_not_begin_again(tmp_path: Path) -> None:
+    with pytest.raises(RankDied):
+        await Failing(tmp_path, [DIED], 9, opens=False).run()
