@@ -1,0 +1,289 @@
+"""Strikes the processes of real runs of the demo with faults, and checks that nothing hangs, is lost or is left over.
+
+    python -m bench.chaos --kills 200 --seed 1             # hours; each fault costs about a minute on two idle cores
+    python -m bench.chaos --kills 1 --first 17 --seed 1    # repeats fault 17
+
+A run has two engines and takes several faults, one after the other, while it recovers. A fault is over when two more
+steps are complete, and the run's own record of the fault has ended; or when the run has ended, with one sentence that
+names the part. The next launch then resumes. After `--limit` seconds, plus `--restart` for the start of processes, the
+run counts as hung. Every prompt of a complete run has exactly one end. What is left after a launch is counted: processes,
+and files in /dev/shm, in TMPDIR and in the run's folder. It needs Linux with unprivileged user namespaces.
+
+Rows of several commands with the same seed are collected in outputs/bench/chaos.json. The exit status is 1 if a run hung,
+lost something, left something over or ended unclearly, or if an exact match differs from that of a run without faults by
+more than noise.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from collections import defaultdict
+from contextlib import suppress
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from bench.chaos.faults import PARTS, Fault, Kind, plan, runs
+from bench.chaos.findings import (
+    ENDED,
+    HUNG,
+    RECOVERED,
+    UNCLEAR,
+    Row,
+    lost,
+    repeat,
+    summary,
+    temporary,
+    verdict,
+)  # fmt: skip
+from bench.chaos.launch import OUT, POLL_S, Launch, enter, newest
+from bench.chaos.proxy import Proxy
+from examples.searchr1.tiny.demo import WORLD, prepare_world
+from rlsys.data.question import read_questions
+from rlsys.orchestrator.resume import CHECKPOINTS, RunState
+from rlsys.search.server_process import SearchServer
+from rlsys.weights.checkpoint.state_file import load_values
+from rlsys.weights.checkpoint.store import CheckpointStore
+
+RESULT = Path("outputs/bench/chaos.json")
+LOGS = RESULT.with_suffix("")
+STEPS, GROUPS, SEED, QUESTIONS = 10, 8, 1234, 32
+SETTINGS = [
+    *("-c", "searchr1_tiny_cpu", "name=chaos", "resume=auto", f"trainer.seed={SEED}", f"trainer.steps={STEPS}"),
+    *(f"trainer.prompts_per_step={GROUPS}", "trainer.mini_batches=2", "algorithm.n_samples=4"),
+    *("eval.interval=3", f"eval.limit={QUESTIONS}", "checkpoint.interval=1", "checkpoint.keep_last=2"),
+    *("tracking.wandb=false", "tracking.tensorboard=false"),
+    *(
+        "cluster.placement={actor: '0', inference: '1', rollout: '2-3'}",
+        "rollout.episode_timeout_s=10",
+        "cluster.call_timeout_s=40",
+    ),
+]
+
+
+class Campaign:
+    """Runs with faults, and what was found."""
+
+    def __init__(self, seed: int, limit_s: float, restart_s: float, known: dict[str, Any]) -> None:
+        self.seed, self._limit_s, self._restart_s = seed, limit_s, restart_s
+        self.rows: list[dict[str, Any]] = known.get("rows", [])
+        self.ends: list[dict[str, Any]] = known.get("ends", [])
+        self.em_without_faults: dict[str, float] = known.get("em_without_faults", {})
+        self._console = Console()
+        self._proxy: Proxy | None = None
+        self._spared: list[int] = []
+        self._folders = 0
+
+    def strike(self, faults: list[Fault], setup: str) -> None:
+        """Make runs of `setup` until all `faults` have struck and the last run is complete."""
+        pending, ended, out = list(faults), list[Row](), self._folder()
+        while True:
+            launch = self._launch(setup, out)
+            rows = self._strike_launch(launch, pending)
+            code = self._wait_for_end(launch)
+            self._settle(launch, code, rows, ended)
+            left = launch.left_over()
+            if rows:
+                rows[-1].left_over = left
+            for row in ended if launch.worked_at or code == 0 else ():
+                row.resumed = True
+                if row.fault.process == "driver" and row.outcome == ENDED:
+                    row.outcome, row.seconds = RECOVERED, (launch.worked_at or time.monotonic()) - row.began
+            self._keep([*ended, *rows])
+            ended = [row for row in [*ended, *rows] if row.outcome != RECOVERED and row.resumed is None]
+            if code == 0:
+                self._judge(setup, out, [fault.number for fault in faults], [] if rows else left)
+            if code == 0 and not pending:
+                return
+            if code == 0 or not (rows or launch.worked_at):
+                out = self._folder()  # The next faults need a new run: this one is complete, or cannot be resumed.
+
+    def _strike_launch(self, launch: Launch, pending: list[Fault]) -> list[Row]:
+        """Strike `launch` with `pending` faults, which are removed, while it recovers."""
+        rows: list[Row] = []
+        while pending and launch.reaches(pending[0].stage, pending[0].skipped, self._bound_s):
+            proxy = self._proxy if pending[0].setup == "proxy" else None
+            row = launch.strike(pending[0], proxy, self._restart_s)
+            if row is None:
+                break
+            pending.pop(0)
+            rows.append(row)
+            self._watch(launch, row)
+            if proxy:
+                proxy.heal()
+            self._console.print(self._told(row), highlight=False, markup=False, soft_wrap=True)
+            if row.outcome != RECOVERED or launch.code is not None:
+                break
+        return rows
+
+    @property
+    def _bound_s(self) -> float:
+        return self._limit_s + self._restart_s
+
+    def _watch(self, launch: Launch, row: Row) -> None:
+        """Wait until the run works again or has ended, and note it in `row`."""
+        steps, row.began = launch.steps(), time.monotonic()
+        while time.monotonic() < row.began + self._bound_s:
+            if launch.code is not None:
+                row.outcome, row.sentence = RECOVERED, ""
+                if launch.code:
+                    row.outcome, row.sentence = verdict(row.fault, launch.code, launch.printed(), launch.ending())
+            elif launch.steps() >= steps + 2 and not launch.open_faults():
+                row.outcome = RECOVERED
+            if row.outcome != HUNG:
+                row.seconds = time.monotonic() - row.began
+                return
+            time.sleep(POLL_S)
+
+    def _wait_for_end(self, launch: Launch) -> int | None:
+        """Wait for the end of a run that makes progress; kill it and return None if it makes none."""
+        while launch.code is None:
+            if launch.reaches("stop", 0, self._bound_s) is None:
+                launch.end()
+                return None
+            with suppress(Exception):
+                launch.driver.wait(self._bound_s)
+        return launch.code
+
+    def _settle(self, launch: Launch, code: int | None, rows: list[Row], ended: list[Row]) -> None:
+        """Blame the last fault if its run failed after all, or could not be resumed."""
+        blamed = rows[-1] if rows else ended[-1] if ended else None
+        if code == 0 or (rows and rows[-1].outcome != RECOVERED):
+            return
+        if blamed is None:
+            raise SystemExit(f"A run without a fault failed: {launch.printed()[-3000:]}")
+        if code is None:
+            blamed.outcome, blamed.sentence = HUNG, "It made no progress after the fault."
+        elif rows:
+            blamed.outcome, blamed.sentence = verdict(blamed.fault, code, launch.printed(), launch.ending())
+        else:
+            blamed.outcome = UNCLEAR
+            blamed.sentence += f" The next launch failed: {launch.ending() or launch.printed()[-300:]}"
+            blamed.resumed = False
+
+    def _judge(self, setup: str, out: Path, faults: list[int], left: list[str]) -> None:
+        """Check the folder of a complete run."""
+        folder = newest(out)
+        assert folder is not None
+        last = CheckpointStore(folder / CHECKPOINTS).saved()[-1].folder
+        state: RunState = load_values(last / "data" / "state.npz", RunState)
+        uids = [question.uid for question in read_questions(str(WORLD / "train.jsonl"))]
+        em = json.loads((folder / "summary.json").read_text())["em_after"]
+        if not faults:
+            self.em_without_faults[setup] = em
+        end = {
+            "setup": setup,
+            "faults": faults,
+            "lost": lost(folder, uids, SEED, state.prompts, STEPS, GROUPS),
+            "left_over": [*left, *temporary(folder)],
+            "em": em,
+        }
+        self._console.print(f"complete: {end}", highlight=False, markup=False, soft_wrap=True)
+        self.ends.append(end)
+        shutil.rmtree(out)
+
+    def _launch(self, setup: str, out: Path) -> Launch:
+        wait = [f"{part}.start_timeout_s={self._restart_s}" for part in ("cluster", "rollout.engine", "search")]
+        settings = [*SETTINGS, *wait]
+        if setup == "ppo":
+            settings += ["algorithm=ppo"]
+        if setup == "proxy":
+            settings += [f"search.url={self._searched().url}"]
+        return Launch(settings, out, LOGS / f"{out.name}.log", self._spared)
+
+    def _searched(self) -> Proxy:
+        """Return the proxy, in front of a search server that outlives the runs."""
+        if self._proxy is None:
+            server = SearchServer(WORLD / "index", LOGS / "search.log", threads=1)
+            server.wait_healthy(self._restart_s)
+            self._spared.append(server.pid)
+            self._proxy = Proxy(server.url, self.seed)
+        return self._proxy
+
+    def _folder(self) -> Path:
+        self._folders += 1
+        return OUT / f"{self._folders}"
+
+    def _told(self, row: Row) -> str:
+        fault, after = row.fault, "" if row.seconds is None else f" after {row.seconds:.0f} s"
+        where = f"{fault.kind}, {fault.process}, {fault.stage} ({row.during})"
+        return f"{fault.number}: {where}: {row.outcome}{after} {row.sentence}\n    {repeat(self.seed, fault.number)}"
+
+    def _keep(self, rows: list[Row]) -> None:
+        """Write the result file with `rows` added."""
+        found = {row["number"]: row for row in self.rows} | {row.fault.number: row.as_dict(self.seed) for row in rows}
+        self.rows = [found[number] for number in sorted(found)]
+        self.write()
+
+    def write(self) -> dict[str, Any]:
+        """Write the result file and return its figures."""
+        figures = {
+            "seed": self.seed,
+            **summary(self.rows, self.ends, self.em_without_faults, QUESTIONS),
+            "limit_s": self._limit_s,
+        }
+        figures |= {"restart_s": self._restart_s, "em_without_faults": self.em_without_faults}
+        RESULT.parent.mkdir(parents=True, exist_ok=True)
+        RESULT.write_text(json.dumps({**figures, "rows": self.rows, "ends": self.ends}, indent=2) + "\n")
+        return figures
+
+
+def table(rows: list[dict[str, Any]]) -> Table:
+    """Return the outcomes by kind and process, such as `2 recovered, 1 ended`."""
+    cells: dict[tuple[str, str], list[str]] = defaultdict(list)
+    for row in rows:
+        cells[row["process"], row["kind"]].append(row["outcome"])
+    kinds = [kind for kind in Kind if any(key[1] == kind for key in cells)]
+    found = Table(title="Outcomes of faults, by process and kind", title_justify="left", box=box.SIMPLE_HEAD)
+    for name in ("process", *kinds):
+        found.add_column(name)
+    for process in PARTS:
+        counts = [
+            [(cells[process, kind].count(name), name) for name in (RECOVERED, ENDED, UNCLEAR, HUNG)] for kind in kinds
+        ]
+        shown = [", ".join(f"{number} {name}" for number, name in cell if number) for cell in counts]
+        if any(shown):
+            found.add_row(process, *shown)
+    return found
+
+
+def main(
+    kills: Annotated[int, typer.Option(help="Number of faults.", min=1)] = 200,
+    seed: Annotated[int, typer.Option(help="Seed of the plan.", min=0)] = 1,
+    first: Annotated[int, typer.Option(help="Number of the first fault.", min=0)] = 0,
+    per_run: Annotated[int, typer.Option(help="Faults per run.", min=1)] = 5,
+    limit: Annotated[float, typer.Option(help="Seconds for a recovery or an end.")] = 60.0,
+    baseline: Annotated[bool, typer.Option(help="Make a run without faults of each setup, unless it is known.")] = True,
+    restart: Annotated[float, typer.Option(help="Seconds added to --limit, and the limit of a start.")] = 120.0,
+) -> None:
+    """Run the campaign; exit with 1 if anything is not as it must be."""
+    prepare_world(Console(quiet=True))
+    enter()
+    shutil.rmtree(LOGS, ignore_errors=True)
+    LOGS.mkdir(parents=True)
+    known = json.loads(RESULT.read_text()) if RESULT.is_file() else {}
+    campaign = Campaign(seed, limit, restart, known if known.get("seed") == seed else {})
+    planned = runs(plan(seed, kills, first), per_run)
+    for faults in planned:
+        campaign.strike(faults, faults[0].setup)
+    for setup in (
+        sorted({faults[0].setup for faults in planned} - campaign.em_without_faults.keys()) if baseline else ()
+    ):
+        campaign.strike([], setup)
+    figures = campaign.write()
+    Console().print(table(campaign.rows))
+    for name, value in figures.items():
+        print(name, value)
+    print(f"Written to {RESULT}.")
+    wrong = ("ended_unclear", "hung", "lost", "left_over", "em_outside_noise")
+    raise typer.Exit(any(figures[name] for name in wrong))
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,266 @@
+"""Tests of `bench.chaos`: its plan, its judgement of runs, and that it finds whatever outlives a launch."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from bench.chaos.faults import PARTS, STAGES, Fault, Kind, plan, runs
+from bench.chaos.findings import (
+    ENDED,
+    HUNG,
+    RECOVERED,
+    UNCLEAR,
+    lost,
+    summary,
+    temporary,
+    verdict,
+    within_noise,
+)
+from bench.chaos.launch import HOME, isolated, others
+from bench.chaos.proxy import Proxy
+from rlsys.data.question import PromptSource, Question, SourceState
+from tests.support.paths import PROJECT
+
+UIDS = [f"q:{number}" for number in range(40)]
+SEED, STEPS, GROUPS = 3, 4, 5
+
+
+def test_first_faults_of_a_plan_have_each_kind_on_each_process_once() -> None:
+    pairs = Counter((fault.kind, fault.process) for fault in plan(1, 200))
+    assert {process for kind, process in pairs if kind is Kind.kill} == PARTS.keys() - {"run folder"}
+    assert {kind for kind, _ in pairs} == set(Kind)
+    first = [(fault.kind, fault.process) for fault in plan(1, len(pairs))]
+    assert len(set(first)) == len(pairs)
+
+
+def test_a_plan_of_200_faults_strikes_in_every_stage_of_a_run() -> None:
+    assert {fault.stage for fault in plan(1, 200)} == STAGES.keys()
+    for process in ("engine", "actor", "inference", "scheduler"):
+        hit = {fault.stage for fault in plan(1, 9 * 30) if (fault.kind, fault.process) == (Kind.kill, process)}
+        assert hit == STAGES.keys(), process
+
+
+def test_a_fault_is_repeated_by_its_seed_and_number() -> None:
+    assert plan(7, 1, first=41) == [plan(7, 60)[41]]
+    assert plan(7, 60) != plan(8, 60)
+
+
+def test_each_fault_is_in_one_run_at_most_one_of_them_at_its_start_and_one_at_its_end() -> None:
+    faults = plan(5, 120)
+    divided = runs(faults, 4)
+    assert sorted(fault.number for run in divided for fault in run) == list(range(120))
+    for run in divided:
+        stages = [fault.stage for fault in run]
+        assert len(run) <= 4
+        assert len({fault.setup for fault in run}) == 1
+        assert "start" not in stages[1:]
+        assert "stop" not in stages[:-1]
+
+
+def test_rlsys_reports_every_stage_in_the_words_that_the_faults_wait_for() -> None:
+    code = "".join(path.read_text() for path in (PROJECT / "rlsys").rglob("*.py"))
+    for name, (text, _) in STAGES.items():
+        assert re.search(rf'(show|stage)\(f?"{text.partition(": ")[2]}\b', code), name
+
+
+def fault(process: str, kind: Kind = Kind.kill) -> Fault:
+    return Fault(0, kind, process, "transfer", 0, 0.0, "0")
+
+
+DIED = "rollout rank 1 died before it could finish load_bucket."
+WORKER_TRACE = "The last lines of rollout-1.log:\n    Traceback (most recent call last):\n    ValueError: 1"
+TRACE = "Traceback (most recent call last):\n  File x\nRayError: rollout rank 1"
+
+
+@pytest.mark.parametrize(
+    ("process", "code", "printed", "ended", "outcome"),
+    [
+        pytest.param("engine", 1, f"{DIED}\n", f"failed: {DIED}", ENDED, id="one sentence"),
+        pytest.param(
+            "engine", 1, f"{DIED}\n{WORKER_TRACE}", f"failed: {DIED} The last lines of x", ENDED, id="log tail"
+        ),
+        pytest.param("engine", 2, f"{DIED} [unreachable]\n", None, ENDED, id="before there is a status"),
+        pytest.param("actor", 1, f"{DIED}\n", f"failed: {DIED}", UNCLEAR, id="names another part"),
+        pytest.param("engine", 1, f"{TRACE}\n", f"failed: {DIED}", UNCLEAR, id="traceback"),
+        pytest.param("engine", -11, f"{DIED}\n", None, UNCLEAR, id="the driver crashed"),
+        pytest.param("driver", -9, "", None, ENDED, id="the driver was killed"),
+        pytest.param("engine", 1, "", None, UNCLEAR, id="silence"),
+    ],
+)
+def test_an_end_is_clear_if_one_sentence_names_the_part(
+    process: str, code: int, printed: str, ended: str | None, outcome: str
+) -> None:
+    log = "2026-01-01 12:00:00,000 INFO rlsys.observe.status: rollout: ends\n"
+    assert verdict(fault(process), code, log + printed, ended)[0] == outcome
+
+
+class Complete:
+    """Folder of a complete run, whose prompts come from a real source."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        source = PromptSource([Question(uid, "?", ("!",)) for uid in UIDS], SEED)
+        ends = ["trained"] * GROUPS
+        self.rows: list[dict[str, Any]] = []
+        for step in range(1, STEPS + 1):
+            for end in [*ends, "no_spread"] if step == 2 else ends:
+                self.rows.append({"step": step, "group": len(self.rows), "uid": source.next().uid, "end": end})
+        self.state = source.state()
+
+    def found(self) -> list[str]:
+        (self.folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in self.rows))
+        steps = "".join(json.dumps({"step": step}) + "\n" for step in range(1, STEPS + 1))
+        (self.folder / "metrics.jsonl").write_text(steps)
+        return lost(self.folder, UIDS, SEED, self.state, STEPS, GROUPS)
+
+
+@pytest.fixture
+def complete(tmp_path: Path) -> Complete:
+    return Complete(tmp_path)
+
+
+def test_a_complete_run_has_lost_nothing(complete: Complete) -> None:
+    assert complete.found() == []
+
+
+def test_a_group_that_was_lost_and_tried_again_is_not_lost(complete: Complete) -> None:
+    again = complete.rows[-1]
+    complete.rows.append(again | {"group": len(complete.rows)})
+    complete.rows[-2] = again | {"end": "lost"}
+    assert complete.found() == []
+
+
+def test_a_prompt_that_waits_in_the_checkpoint_is_not_lost(complete: Complete) -> None:
+    waiting = complete.rows.pop(GROUPS + 5)
+    for number, row in enumerate(complete.rows):
+        row["group"] = number
+    assert complete.found()
+    complete.state = SourceState(complete.state.position, (Question(waiting["uid"], "?", ("!",)),))
+    assert complete.found() == []
+
+
+HARMS: dict[str, Callable[[Complete], object]] = {
+    "a row is missing": lambda run: run.rows.pop(3),
+    "the last row is missing": lambda run: run.rows.pop(),
+    "a row is there twice": lambda run: run.rows.append(run.rows[3]),
+    "a prompt is trained twice": lambda run: run.rows.append(run.rows[3] | {"group": len(run.rows)}),
+    "a prompt is lost": lambda run: run.rows[8].update(end="lost"),
+    "a prompt comes from nowhere": lambda run: run.rows[8].update(uid="q:99"),
+    "a step has a group of another": lambda run: run.rows[0].update(step=2),
+}
+
+
+@pytest.mark.parametrize("harm", HARMS.values(), ids=HARMS.keys())
+def test_each_harm_to_a_run_is_found(harm: Callable[[Complete], object], complete: Complete) -> None:
+    harm(complete)
+    assert complete.found()
+
+
+def test_unfinished_files_of_a_run_are_found(tmp_path: Path) -> None:
+    for name in (".status.json.17.part", "checkpoints/.global_step_3.partial/actor/x", "status.json", ".lock"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    assert temporary(tmp_path) == ["file .status.json.17.part", "file checkpoints/.global_step_3.partial"]
+
+
+def test_exact_matches_differ_by_more_than_noise_from_three_standard_errors_on() -> None:
+    """The standard error of a difference is sqrt(2 * 0.5 * 0.5 / 200) = 0.05."""
+    assert within_noise(0.575, 0.425, 200)
+    assert not within_noise(0.576, 0.424, 200)
+    assert within_noise(0.0, 0.0, 32)
+
+
+def test_figures_of_a_campaign_count_each_outcome() -> None:
+    rows = [{"outcome": RECOVERED, "seconds": float(number), "left_over": []} for number in range(101)]
+    rows += [{"outcome": name, "seconds": None, "left_over": ["x"]} for name in (ENDED, HUNG, HUNG, UNCLEAR)]
+    ends = [{"setup": "plain", "em": em, "lost": ["a"], "left_over": []} for em in (0.5, 0.9)]
+    found = summary(rows, ends, {"plain": 0.5}, 32)
+    assert (found["kills"], found["recovered"], found["ended_with_sentence"]) == (105, 101, 1)
+    assert (found["hung"], found["ended_unclear"], found["left_over"], found["lost"]) == (2, 1, 4, 2)
+    assert (found["recovery_p50_s"], found["recovery_p99_s"]) == (50.0, 99.0)
+    assert found["em_outside_noise"] == 1
+
+
+class Upstream(BaseHTTPRequestHandler):
+    """Answers every POST with its own body."""
+
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers["Content-Length"]))
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: object) -> None:
+        """Print nothing."""
+
+
+@pytest.fixture
+def proxy() -> Iterator[Proxy]:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Upstream)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield Proxy(f"http://127.0.0.1:{server.server_port}")
+    server.shutdown()
+    server.server_close()
+
+
+def test_proxy_passes_refuses_and_garbles_replies(proxy: Proxy) -> None:
+    body = json.dumps({"queries": ["who?"] * 20}).encode()
+
+    def reply() -> bytes:
+        return httpx.post(f"{proxy.url}/retrieve", content=body, trust_env=False).content
+
+    assert reply() == body
+    proxy.mode = Kind.garble
+    assert all(reply() != body for _ in range(10))
+    proxy.mode = Kind.refuse
+    with pytest.raises(httpx.TransportError):
+        reply()
+    proxy.heal()
+    assert reply() == body
+
+
+def test_processes_are_looked_for_only_in_namespaces_of_a_campaign() -> None:
+    """Elsewhere, a campaign would kill the processes of others."""
+    with pytest.raises(RuntimeError):
+        others()
+
+
+LEAVES = """
+import socket, subprocess, sys
+from pathlib import Path
+from bench.chaos.launch import SHARED, TMP, left_over
+listens = "import socket, time; s = socket.create_server(('127.0.0.1', 0)); print(s.getsockname()[1], flush=True); time.sleep(600)"
+child = subprocess.Popen([sys.executable, "-c", listens], stdout=subprocess.PIPE, text=True)
+spared = subprocess.Popen(["sleep", "600"])
+port = child.stdout.readline().strip()
+(SHARED / "segment").touch()
+(TMP / "socket").mkdir()
+found = left_over([spared.pid], [TMP, SHARED], 0.0)
+assert len(found) == 3, found
+assert f"listens on [{port}]" in found[0] and found[1:] == [f"file {TMP / 'socket'}", f"file {SHARED / 'segment'}"], found
+assert child.poll() is not None and spared.poll() is None
+assert left_over([spared.pid], [TMP, SHARED], 0.0) == []
+"""
+
+
+def test_whatever_outlives_a_launch_is_found_and_removed() -> None:
+    if subprocess.run(isolated(["true"]), capture_output=True, check=False).returncode:
+        pytest.skip("this machine does not allow namespaces of processes")
+    environment = os.environ | {"RLSYS_CHAOS": str(HOME)}
+    command = isolated([sys.executable, "-c", LEAVES])
+    done = subprocess.run(command, cwd=PROJECT, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
