@@ -39,8 +39,6 @@ class Row:
     """For a fault that ended the run: whether the next launch went on from its last checkpoint, or began again."""
     sentence: str = ""
     """Last words of a run that ended."""
-    hit: str = ""
-    """Command of the process that was hit."""
     during: str = ""
     """Activities of the run at the moment of the fault."""
     began: float = 0.0

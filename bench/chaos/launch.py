@@ -97,7 +97,7 @@ class Launch:
         """`out`: folder for the run's folder. `log` gets the driver's stderr. `spared`: processes that are not its own."""
         settings = [*settings, f"output_dir={out}"]
         command = [sys.executable, "-m", "rlsys.apps.cli.main", "train", *settings]
-        environment = os.environ | {"RLSYS_LOG": "info", "TMPDIR": str(TMP), "OMP_NUM_THREADS": "1"}
+        environment = os.environ | {"RLSYS_LOG": "debug", "TMPDIR": str(TMP), "OMP_NUM_THREADS": "1"}
         self.driver = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
@@ -181,7 +181,6 @@ class Launch:
                     return None
                 time.sleep(POLL_S)
             victim = dice.choice(sorted(found, key=lambda one: one.pid))
-            row.hit = described(victim)
             self._signal(victim, fault)
         row.during = "; ".join(f"{stage}: {text}" for stage, text in self.activities.items() if text)
         return row
@@ -253,12 +252,13 @@ def _kill(processes: Sequence[psutil.Process]) -> None:
 
 
 def _is(kind: str, process: psutil.Process, driver: int) -> bool:
+    folder = Path("/proc") / str(process.pid)
     try:
-        name, words = process.name(), " ".join(process.cmdline())
-        log = Path(os.readlink(f"/proc/{process.pid}/fd/1")).name
-        parent = process.ppid()
-    except (OSError, psutil.Error):
+        words = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+        log = (folder / "fd/1").readlink().name
+    except OSError:
         return False
+    name = Path(words.partition(" ")[0]).name
     match kind:
         case "driver":
             return process.pid == driver
@@ -273,7 +273,7 @@ def _is(kind: str, process: psutil.Process, driver: int) -> bool:
         case "gcs":
             return name == "gcs_server"
         case _:
-            return kind == SEARCH and parent == driver and "rlsys.search.server" in words
+            return kind == SEARCH and "rlsys.search.server" in words
 
 
 def _fill() -> None:
