@@ -59,7 +59,7 @@ SETTINGS = [
     *(f"trainer.prompts_per_step={GROUPS}", "trainer.mini_batches=2", "algorithm.n_samples=4"),
     *("eval.interval=3", f"eval.limit={QUESTIONS}", "checkpoint.interval=1", "checkpoint.keep_last=2"),
     *("tracking.wandb=false", "tracking.tensorboard=false"),
-    *("cluster.placement={actor: '0', inference: '1', rollout: '2-3'}", "cluster.sync_bucket_bytes=262144"),
+    *("cluster.placement={actor: '0', inference: '1', rollout: '2-3'}", "cluster.sync_bucket_bytes=2097152"),
 ]
 
 
