@@ -190,6 +190,8 @@ def _integer(digits: str) -> int:
     return number
 
 
+SHARED_MEMORY = Path("/dev/shm")
+"""Folder of the shared memory of this machine's processes."""
 LOCK = "lock"
 """Name of the lock file in a `working_folder`."""
 _RUN_LOCK = ".lock"

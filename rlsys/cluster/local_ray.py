@@ -27,7 +27,7 @@ from pathlib import Path
 import psutil
 
 from rlsys.errors import UserError
-from rlsys.files import LOCK, working_folder
+from rlsys.files import LOCK, SHARED_MEMORY, working_folder
 from rlsys.weights.sockets import INTERFACE_VARIABLES
 
 RANK = "rlsys-node-"  # Prefix of the Ray resource that carries a machine's rank: `rlsys-node-0`.
@@ -38,7 +38,7 @@ MODE, _TOKEN = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN"
 _OTHERS = stat.S_IRWXG | stat.S_IRWXO
 MAX_BYTES = 107  # Maximum length of a socket path: sun_path of unix(7) without its terminator.
 _COMMON = Path("/tmp")
-_PREFIX, _RAYS = "rlsys-ray-", "ray"
+_PREFIX, _RAYS, _SCRATCH = "rlsys-ray-", "ray", "tmp"
 _LONGEST = f"{_PREFIX}12345678/{_RAYS}/session_2026-01-31_00-00-00_000000_4194304/sockets/plasma_store"
 """Longest socket path that Ray creates below `ray_parent()`; process ids go up to 2^22."""
 STOP_S = 3.0  # Timeout for processes to exit on their own.
@@ -165,7 +165,7 @@ def ray_parent() -> Path:
 
 @contextmanager
 def ray_folder() -> Iterator[Path]:
-    """Yield a new private folder for Ray (`rays_own`), and remove it on exit.
+    """Yield a new private folder for Ray (`rays_own`) and its processes (`scratch`), and remove it on exit.
 
     Also removes folders left behind by killed processes of this user.
     """
@@ -178,6 +178,7 @@ def ray_folder() -> Iterator[Path]:
     folder = parent / f"{_PREFIX}{secrets.token_hex(4)}"
     folder.mkdir(mode=0o700)
     with working_folder(folder):
+        scratch(folder).mkdir()
         try:
             yield folder
         finally:
@@ -189,8 +190,33 @@ def rays_own(folder: Path) -> Path:
     return folder / _RAYS
 
 
+def scratch(folder: Path) -> Path:
+    """Return the subfolder of a `ray_folder` for temporary files of Ray's processes, as their TMPDIR.
+
+    A killed process leaves its temporary files; these go with the folder. So does shared memory to which a link in it
+    points.
+    """
+    return folder / _SCRATCH
+
+
+@contextmanager
+def temporary_files_in(folder: Path) -> Iterator[None]:
+    """Let processes that the body starts use `scratch(folder)` as their TMPDIR."""
+    before = os.environ.get("TMPDIR")
+    os.environ["TMPDIR"] = str(scratch(folder))
+    try:
+        yield
+    finally:
+        del os.environ["TMPDIR"]
+        if before is not None:
+            os.environ["TMPDIR"] = before
+
+
 def _empty(folder: Path) -> None:
-    """Remove everything in `folder` except its lock file."""
+    """Remove everything in `folder` except its lock file, and the shared memory to which `scratch` has links."""
+    for link in scratch(folder).glob("*"):
+        if link.is_symlink() and (memory := Path(os.readlink(link))).parent == SHARED_MEMORY:
+            memory.unlink(missing_ok=True)
     for path in folder.iterdir():
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path, ignore_errors=True)

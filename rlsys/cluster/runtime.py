@@ -25,7 +25,14 @@ import ray
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from rlsys.cluster.local_ray import RANK, local_ray, rays_own, require_listener, require_token
+from rlsys.cluster.local_ray import (
+    RANK,
+    local_ray,
+    rays_own,
+    require_listener,
+    require_token,
+    temporary_files_in,
+)
 from rlsys.config.schema import ClusterConfig, Device
 from rlsys.errors import RunError, UserError
 
@@ -271,7 +278,8 @@ def _local(cluster: ClusterConfig, slots: int) -> Iterator[None]:
     with local_ray(ray.shutdown) as folder:
         for attempt in range(1, _STARTS + 1):
             try:
-                _connect(address="local", include_dashboard=False, _temp_dir=str(rays_own(folder)), **on_cpus)
+                with temporary_files_in(folder):
+                    _connect(address="local", include_dashboard=False, _temp_dir=str(rays_own(folder)), **on_cpus)
                 break
             except Exception as problem:  # Ray raises a bare Exception if its processes take longer than 30 s to start.
                 ray.shutdown()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import multiprocessing
 import os
+import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -31,6 +32,7 @@ from sglang.srt.managers.io_struct import (
 from sglang.srt.utils import MultiprocessingSerializer
 from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorMetadata
 
+from rlsys.files import SHARED_MEMORY
 from rlsys.rollout import sglang_entry
 from rlsys.weights.sockets import INTERFACE_VARIABLES, listener
 from rlsys.weights.transport import Bucket
@@ -72,6 +74,7 @@ class SglangProcess:
         self._manager = self.engine.tokenizer_manager
         self._device = torch.device("cpu" if on_cpu else "cuda:0")
         """Device of the engine's first rank."""
+        self._links = [self._linked(path) for path in self._shared_memory()]
 
     def processes(self) -> list[psutil.Process]:
         """Return the schedulers and detokenizers, whose death ends generation. Raises psutil.NoSuchProcess if one is gone.
@@ -153,14 +156,24 @@ class SglangProcess:
 
     def shutdown(self) -> None:
         """Stop SGLang's processes and all other children of this process; blocks until they are gone."""
-        ended = [child.pid for child in psutil.Process().children(recursive=True)]
+        left = self._shared_memory()
         self.engine.shutdown()
         # SGLang kills its processes without joining them; active_children joins all dead children.
         multiprocessing.active_children()
-        # Killed processes leave shared memory behind: the engine's load, and semaphores named after process ids.
-        left = [path for pid in ended for path in Path("/dev/shm").glob(f"sem.loky-{pid}-*")]
-        for path in (Path(self._manager.load_snapshot_reader.path), *left):
+        for path in (*left, *self._links):
             path.unlink(missing_ok=True)
+
+    def _shared_memory(self) -> list[Path]:
+        """Return what killed processes leave in shared memory: the engine's load, and semaphores named after processes."""
+        pids = [child.pid for child in psutil.Process().children(recursive=True)]
+        semaphores = [path for pid in pids for path in SHARED_MEMORY.glob(f"sem.loky-{pid}-*")]
+        return [Path(self._manager.load_snapshot_reader.path), *semaphores]
+
+    def _linked(self, memory: Path) -> Path:
+        """Return a new link to `memory` in TMPDIR: whoever removes that folder after a kill removes `memory` too."""
+        link = Path(tempfile.gettempdir()) / f"{os.getpid()}-{memory.name}"
+        link.symlink_to(memory)
+        return link
 
 
 @contextmanager

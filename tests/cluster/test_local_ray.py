@@ -28,9 +28,12 @@ from rlsys.cluster.local_ray import (
     ray_parent,
     rays_own,
     require_token,
+    scratch,
+    temporary_files_in,
     token_file,
 )
 from rlsys.errors import Code
+from rlsys.files import SHARED_MEMORY
 from tests.support.refusals import refused
 
 TOKEN = {MODE: "token"}
@@ -146,6 +149,21 @@ def test_folder_is_private_and_removed_by_the_next_after_its_process_was_killed(
             child.communicate()
     with ray_folder():
         assert not made[1].exists()
+
+
+def test_temporary_files_and_shared_memory_of_killed_processes_go_with_the_folder(tmp_path: Path) -> None:
+    kept = tmp_path / "kept"
+    kept.touch()
+    with ray_folder() as folder:
+        with temporary_files_in(folder):
+            made = subprocess.run(["mktemp"], capture_output=True, text=True, check=True).stdout.strip()
+        assert Path(made).parent == scratch(folder)
+        with tempfile.NamedTemporaryFile(dir=SHARED_MEMORY, delete=False) as memory:
+            (scratch(folder) / "memory").symlink_to(memory.name)
+        (scratch(folder) / "elsewhere").symlink_to(kept)
+    assert not Path(made).exists()
+    assert not Path(memory.name).exists()
+    assert kept.exists(), "only links to shared memory are followed"
 
 
 STARTS = """

@@ -7,6 +7,8 @@ test starts.
 from __future__ import annotations
 
 import logging
+import os
+import tempfile
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -41,9 +43,12 @@ async def bench(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Bench
         yield Bench(worker, rollout, words, first, second, search)
         mapped = {file.path for process in started if process.is_running() for file in process.memory_maps()}
         shared = {path for path in mapped if path.startswith("/dev/shm/") and Path(path).exists()}
+        links = {path: os.readlink(path) for path in Path(tempfile.gettempdir()).glob(f"{os.getpid()}-*")}
         assert shared
+        assert shared <= {*links.values()}, "whoever kills these processes must find their shared memory"
         await worker.stop()
         assert not [path for path in shared if Path(path).exists()], "shared memory is removed"
+        assert not [path for path in links if path.is_symlink()]
         living = [process for process in started if process.is_running()]
         # SGLang also ends Python's resource tracker, which stays a zombie until Python needs it again.
         assert {process.status() for process in living} <= {psutil.STATUS_ZOMBIE}

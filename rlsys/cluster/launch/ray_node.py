@@ -21,7 +21,16 @@ from pathlib import Path
 
 from rlsys.cluster import LOOPBACK_VARIABLE
 from rlsys.cluster.launch.role import Notify, Role
-from rlsys.cluster.local_ray import RANK, address_towards, answers, ends_with_parent, local_ray, rays_own, require_token
+from rlsys.cluster.local_ray import (
+    RANK,
+    address_towards,
+    answers,
+    ends_with_parent,
+    local_ray,
+    rays_own,
+    require_token,
+    scratch,
+)
 from rlsys.cluster.planning.placement import parse_placement
 from rlsys.config.derived import has_critic
 from rlsys.config.schema import Device, RunConfig
@@ -115,6 +124,7 @@ def ray_node(arguments: Sequence[str], config: RunConfig, resource: str, *, alon
     command += ["--disable-usage-stats", "--resources", json.dumps({resource: 1}), *arguments, *_slots(config)]
     with local_ray(stop) as folder:
         told = {LOOPBACK_VARIABLE: "0" if alone else "1", FOLDER_VARIABLE: str(folder)}
+        told["TMPDIR"] = str(scratch(folder))
         with (folder / _OUTPUT).open("wb") as output:
             process = subprocess.Popen(
                 ends_with_parent([*command, "--temp-dir", str(rays_own(folder))]),

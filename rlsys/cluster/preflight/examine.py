@@ -36,6 +36,7 @@ from rlsys.config.problems import Problem
 from rlsys.config.schema import Attention, Device, Layers, RunConfig, SearchConfig, SyncMode
 from rlsys.data.question import Question, read_questions
 from rlsys.errors import UserError
+from rlsys.files import SHARED_MEMORY
 from rlsys.observe.environment import unmet_requirements
 from rlsys.rollout.kinds import engine_class
 from rlsys.search.address import DEFAULT_PORT
@@ -49,7 +50,6 @@ _SHOWN = 4  # Packages listed in one finding.
 # https://docs.nvidia.com/deploy/cuda-compatibility/minor-version-compatibility.html
 _OLDEST_DRIVER = {11: 450, 12: 525, 13: 580}  # CUDA major version -> oldest driver major version that supports it.
 _RESERVED_GIB = 1.0  # Memory of a GPU that the driver and a desktop may occupy.
-SHARED_MEMORY = Path("/dev/shm")
 _FULL = 0.95  # Share of a file system in use at which Ray stops spilling objects to it.
 _LOGS_GIB = 1.0  # Space for logs, metrics and Ray's session.
 _BUCKET_FILES = 3  # Maximum number of weight files on disk at a time with cluster.sync_mode=disk.
