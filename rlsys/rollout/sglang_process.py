@@ -156,7 +156,7 @@ class SglangProcess:
 
     def shutdown(self) -> None:
         """Stop SGLang's processes and all other children of this process; blocks until they are gone."""
-        left = self._shared_memory()
+        left = {*self._shared_memory(), *(link.readlink() for link in self._links)}  # Also of children that have died.
         self.engine.shutdown()
         # SGLang kills its processes without joining them; active_children joins all dead children.
         multiprocessing.active_children()
