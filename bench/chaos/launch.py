@@ -161,7 +161,7 @@ class Launch:
 
     def victims(self, process: str) -> list[psutil.Process]:
         """Return the processes of the launch that are a `process` of `faults.PARTS`."""
-        return [one for one in others(self._spared) if _is(process, one, self.driver.pid)]
+        return [one for one in others(self._spared) if _is(process, one)]
 
     def strike(self, fault: Fault, proxy: Proxy | None, limit_s: float) -> Row | None:
         """Wait `fault.wait_s`, then do it; None if the launch ends before it has such a process."""
@@ -251,7 +251,7 @@ def _kill(processes: Sequence[psutil.Process]) -> None:
     psutil.wait_procs(processes, timeout=GRACE_S)
 
 
-def _is(kind: str, process: psutil.Process, driver: int) -> bool:
+def _is(kind: str, process: psutil.Process) -> bool:
     folder = Path("/proc") / str(process.pid)
     try:
         words = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
@@ -261,7 +261,7 @@ def _is(kind: str, process: psutil.Process, driver: int) -> bool:
     name = Path(words.partition(" ")[0]).name
     match kind:
         case "driver":
-            return process.pid == driver
+            return "rlsys.apps.cli.main" in words  # Also the process that starts a killed driver again.
         case "engine":
             return log.startswith("rollout-") and words.startswith("ray::")
         case "scheduler" | "detokenizer":
