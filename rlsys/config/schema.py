@@ -805,6 +805,7 @@ def field_types(group: type) -> dict[str, Any]:
     return {item.name: hints[item.name] for item in fields(group)}
 
 
+@cache
 def variants(hint: Any) -> dict[str, type]:
     """Return the built-in classes of a union of groups by `kind`. A plain group has the kind ""; other types have no
     classes."""

@@ -126,6 +126,8 @@ def test_own_config_extends_the_projects_from_any_folder(tmp_path: Path) -> None
 
 def test_tiny_run_fixture_equals_what_hydra_composes(tiny_run: TinyRun, files: list[str]) -> None:
     overrides = ["algorithm=ppo", "cluster.placement={critic: 3}", "reward.terms={f1: 0.5}", "search.index=no"]
+    overrides += ["rollout.engine=transformers", "trainer.schedule=async", "task.agent.kind=react"]
+    overrides += ["actor.optimizer=torch.optim.RAdam", "actor.optimizer.lr=2e-3"]
     assert tiny_run(*overrides) == load_config(NAME, [*files, *overrides])
 
 

@@ -6,7 +6,6 @@ import asyncio
 
 import pytest
 
-from rlsys.config.compose import load_config
 from rlsys.config.schema import TaskConfig
 from rlsys.data.trajectory import Action, Finish, Trajectory
 from rlsys.errors import Code
@@ -14,6 +13,7 @@ from rlsys.orchestrator.validate import find_problems
 from rlsys.rollout.agent.episode import EpisodeGroup, EpisodeTools, run_episode
 from tests.extensions import agent_toys, tool_toys
 from tests.rollout.agent.scripted import CODEC, DRAWN, QUESTION, Script
+from tests.support.composed import composed
 from tests.support.refusals import refused
 
 TOYS, KIND = agent_toys.__name__, "task.agent.kind"
@@ -22,7 +22,7 @@ APPEND = "task.token_mode=append"
 
 
 def task(*overrides: str) -> TaskConfig:
-    return load_config("searchr1_tiny_cpu", overrides).task
+    return composed(*overrides).task
 
 
 def run(script: Script, config: TaskConfig, timeout_s: float | None = None) -> Trajectory:
@@ -65,7 +65,7 @@ def test_agent_that_cannot_play_is_one_sentence(overrides: list[str], code: Code
 
 def test_settings_and_token_mode_are_checked_before_a_run() -> None:
     def problems(*overrides: str) -> set[tuple[str, Code]]:
-        return {(one.key, one.code) for one in find_problems(load_config("searchr1_tiny_cpu", overrides))}
+        return {(one.key, one.code) for one in find_problems(composed(*overrides))}
 
     with refused("out_of_range", "task.agent.number"):
         problems(f"{KIND}={TOYS}.drafts", "task.agent.number=0")

@@ -15,7 +15,7 @@ import torch
 
 from rlsys.algorithms.kl import KlController
 from rlsys.algorithms.losses import LossInputs, policy_loss
-from rlsys.config.compose import as_dict, differences, load_config, recorded, typed
+from rlsys.config.compose import as_dict, differences, recorded, typed
 from rlsys.config.derived import has_critic, needs_whole_mini_batch
 from rlsys.config.problems import algorithm_problems
 from rlsys.config.schema import RunConfig
@@ -23,6 +23,7 @@ from rlsys.data.trajectory import Group, Sample, Scores
 from rlsys.errors import UserError
 from rlsys.orchestrator.pipeline.grouping import finish, over_mini_batch
 from rlsys.weights.checkpoint.state_file import load_values, save_values
+from tests.support.composed import composed
 from tests.support.refusals import refused
 from tests.support.trajectories import question, trajectory
 
@@ -154,7 +155,7 @@ def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Own]:
     monkeypatch.syspath_prepend(tmp_path)
     paths = (f"{key}={tmp_path}" for key in ("model.path", "task.train_path", "task.eval_path"))
     given = list(paths)
-    yield lambda *overrides: load_config("searchr1_tiny_cpu", [*given, *overrides])
+    yield lambda *overrides: composed(*given, *overrides)
     importlib.sys.modules.pop("toys", None)
 
 

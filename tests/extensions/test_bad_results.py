@@ -16,7 +16,6 @@ from torch import Tensor
 from rlsys.algorithms import optimizers
 from rlsys.algorithms.kl import KlController
 from rlsys.algorithms.losses import Stats, policy_loss
-from rlsys.config.compose import load_config
 from rlsys.data.trajectory import Finish
 from rlsys.errors import RunError
 from rlsys.observe.trackers import OwnMetrics
@@ -32,6 +31,7 @@ from tests.extensions.search_toys import Letters
 from tests.extensions.test_algorithms import batch, group
 from tests.extensions.test_reward import SEARCHES, score
 from tests.rollout.agent.scripted import CODEC, DRAWN, QUESTION, Script
+from tests.support.composed import composed
 from tests.support.refusals import refused
 
 HERE = "tests.extensions.test_bad_results"
@@ -87,7 +87,7 @@ def of_a_divergence(component: str) -> Stats:
 
 
 def config_of(*overrides: str) -> Any:
-    return load_config("searchr1_tiny_cpu", overrides).algorithm
+    return composed(*overrides).algorithm
 
 
 def trained(*overrides: str) -> Stats:
@@ -141,12 +141,12 @@ def mapping(*_arguments: Any) -> Any:
 @pytest.mark.parametrize("name", ["number_with_gradient", "number_too_large"])
 def test_reward_that_is_no_number_is_named(name: str) -> None:
     with refused("user_code", f"reward.terms.{HERE}.{name}"):
-        score(load_config("searchr1_tiny_cpu", [f"reward.terms={{{HERE}.{name}: 1}}"]).reward, *SEARCHES)
+        score(composed(f"reward.terms={{{HERE}.{name}: 1}}").reward, *SEARCHES)
 
 
 def test_metrics_without_a_number_are_left_out(caplog: pytest.LogCaptureFixture) -> None:
     names = ("number_too_large", "mapping", "exits")
-    config = load_config("searchr1_tiny_cpu", [f"tracking.metrics=[{','.join(f'{HERE}.{one}' for one in names)}]"])
+    config = composed(f"tracking.metrics=[{','.join(f'{HERE}.{one}' for one in names)}]")
     with caplog.at_level(logging.WARNING):
         assert OwnMetrics(config.tracking.metrics).of([]) == {}
     assert [one.args[0] for one in caplog.records if isinstance(one.args, tuple)] == [f"own/{name}" for name in names]
@@ -161,7 +161,7 @@ class RanksTooHigh:
 
 
 def test_priority_that_is_too_large_is_named() -> None:
-    policy = make_policy(load_config("searchr1_tiny_cpu", [f"trainer.schedule={HERE}.RanksTooHigh"]))
+    policy = make_policy(composed(f"trainer.schedule={HERE}.RanksTooHigh"))
     with refused("user_code", "trainer.schedule.kind"):
         policy.priority(ReadyGroup(0, QUESTION, oldest=0, ready_since=0, last_step=1))
 
@@ -171,7 +171,7 @@ async def leaves(question: Any, tools: Any, recorder: Any) -> Finish:  # noqa: A
 
 
 def test_agent_that_exits_is_named() -> None:
-    config, script = load_config("searchr1_tiny_cpu", [f"task.agent={HERE}.leaves"]).task, Script(["one"])
+    config, script = composed(f"task.agent={HERE}.leaves").task, Script(["one"])
     with refused("user_code", "task.agent.kind"):
         asyncio.run(run_episode(QUESTION, 3, EpisodeTools(script, script, CODEC, config), DRAWN))
 
@@ -198,9 +198,7 @@ class HangsInStep(Descent):
 def test_optimiser_that_hangs_is_refused_before_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(optimizers, "TRIAL_S", 0.05)
     with refused("user_code", "actor.optimizer.kind") as caught:
-        optimizers.state_bytes(
-            load_config("searchr1_tiny_cpu", [f"actor.optimizer={HERE}.HangsInStep"]).actor.optimizer
-        )
+        optimizers.state_bytes(composed(f"actor.optimizer={HERE}.HangsInStep").actor.optimizer)
     assert "HangsInStep " in str(caught.value)
     RELEASED.set()
     RELEASED.clear()
@@ -213,7 +211,7 @@ class Silent:
 
 
 def test_wrong_class_of_a_tool_has_the_code_of_user_code() -> None:
-    problems = find_problems(load_config("searchr1_tiny_cpu", [f"task.tools=[{HERE}.Silent]"]))
+    problems = find_problems(composed(f"task.tools=[{HERE}.Silent]"))
     assert ("task.tools", "user_code") in {(one.key, one.code) for one in problems}
 
 
@@ -221,4 +219,4 @@ def test_script_that_exits_when_it_is_imported_is_named(tmp_path: Path, monkeypa
     (tmp_path / "script_of_mine.py").write_text("import sys\nsys.exit(3)\n")
     monkeypatch.syspath_prepend(tmp_path)
     with refused("user_code", "algorithm.policy_loss.kind"):
-        load_config("searchr1_tiny_cpu", ["algorithm.policy_loss=script_of_mine.loss"])
+        composed("algorithm.policy_loss=script_of_mine.loss")

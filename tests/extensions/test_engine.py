@@ -11,7 +11,6 @@ import pytest
 
 from examples.extend.engine import OneByOne
 from rlsys.cluster.planning.memory import kv_cache_tokens
-from rlsys.config.compose import load_config
 from rlsys.config.schema import Dtype, RunConfig
 from rlsys.errors import RunError, UserError
 from rlsys.orchestrator.validate import find_problems
@@ -23,6 +22,7 @@ from rlsys.weights.weight_map import read_architecture
 from tests.rollout.bench import greedy, greedy_by_transformers, logprobs_of
 from tests.rollout.contract import ENDS, End, check_end, check_end_token
 from tests.support import tiny
+from tests.support.composed import composed
 from tests.support.refusals import refused
 from tests.support.tensors import digest_of, pack
 from tests.support.tiny_models import POLICY
@@ -33,7 +33,7 @@ KIND = "rollout.engine.kind"
 
 
 def config_of(path: str, *more: str) -> RunConfig:
-    return load_config("searchr1_tiny_cpu", [f"rollout.engine={path}", *more])
+    return composed(f"rollout.engine={path}", *more)
 
 
 def driver(config: RunConfig, folder: Path = POLICY) -> EngineDriver:
@@ -50,7 +50,7 @@ async def test_example_ends_requests_as_in_the_table(end: End | None, tmp_path: 
 
 async def test_example_switches_weights_in_the_middle_of_a_request(tmp_path: Path) -> None:
     words = tiny.tokenizer()
-    first, second = (tiny.train(trace, words, seed=0, steps=60) for trace in (tiny.FIRST, tiny.SECOND))
+    first, second = (tiny.train(trace, words, seed=0) for trace in (tiny.FIRST, tiny.SECOND))
     engine = driver(config_of(EXAMPLE), Path(tiny.save(first, words, tmp_path)))
     await engine.start()
     ids, heard = words(tiny.FIRST.prompt)["input_ids"], asyncio.Event()

@@ -10,11 +10,12 @@ import torch
 
 from examples.extend import optimizer as example
 from rlsys.algorithms.optimizers import state_bytes
-from rlsys.config.compose import as_dict, differences, load_config, recorded
+from rlsys.config.compose import as_dict, differences, recorded
 from rlsys.config.schema import RunConfig
 from rlsys.errors import UserError
 from rlsys.orchestrator.validate import find_problems
 from rlsys.trainer.actor import Actor
+from tests.support.composed import composed
 from tests.support.megatron_processes import Group, on_ranks
 from tests.support.refusals import refused
 from tests.trainer import reference
@@ -27,7 +28,7 @@ DEMO_FILES = {"model.path", "search.index", "task.train_path", "task.eval_path"}
 
 
 def config_of(kind: str, *settings: str, group: str = "actor") -> RunConfig:
-    return load_config("searchr1_tiny_cpu", [f"{group}.optimizer={kind}", *(f"{group}.{one}" for one in settings)])
+    return composed(f"{group}.optimizer={kind}", *(f"{group}.{one}" for one in settings))
 
 
 def lion(model: Path | str = "none") -> RunConfig:
@@ -93,7 +94,7 @@ def test_settings_of_an_optimiser_are_keys_of_the_config() -> None:
     assert config.actor.optimizer.min_lr == 0.0
     before = recorded(as_dict(config_of(LION)))
     assert {one.key for one in differences(before, config)} >= {"actor.optimizer.beta1", "actor.optimizer.lr"}
-    kinds = {one.key for one in differences(recorded(as_dict(load_config("searchr1_tiny_cpu"))), config)}
+    kinds = {one.key for one in differences(recorded(as_dict(composed())), config)}
     assert "actor.optimizer.kind" in kinds
     assert {one.key for one in find_problems(config_of(LION))} <= DEMO_FILES
     with refused("conflict", "actor.optimizer.distributed"):

@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from rlsys.config.compose import as_dict, load_config, recorded, typed
+from rlsys.config.compose import as_dict, recorded, typed
 from rlsys.config.schema import CompatConfig, RewardConfig, RunConfig
 from rlsys.errors import UserError
 from rlsys.orchestrator.rewards.reward import Rewards, weights_of
+from tests.support.composed import composed
 from tests.support.refusals import refused
 from tests.support.written_episodes import episode, read, think
 
@@ -23,7 +24,7 @@ EXAMPLE = "examples.extend.reward.searches_above"
 
 def config_of(folder: Path, terms: str) -> RunConfig:
     paths = (f"{key}={folder}" for key in ("model.path", "task.train_path", "task.eval_path"))
-    return load_config("searchr1_tiny_cpu", [*paths, f"reward.terms={terms}"])
+    return composed(*paths, f"reward.terms={terms}")
 
 
 def score(config: RewardConfig, *said: str) -> float:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from examples.extend import schedule as example
-from rlsys.config.compose import as_dict, differences, load_config, recorded
+from rlsys.config.compose import as_dict, differences, recorded
 from rlsys.config.derived import max_staleness, max_wait, on_update
 from rlsys.config.schema import OnUpdate, RunConfig
 from rlsys.data.question import PromptSource, Question
@@ -20,6 +20,7 @@ from rlsys.errors import Code, UserError, root_cause
 from rlsys.orchestrator.pipeline.rollout_pipeline import Handlers, RolloutPipeline
 from rlsys.orchestrator.pipeline.training_step import MiniBatches, learn, make_scheduler, score_batch_size
 from rlsys.orchestrator.validate import find_problems
+from tests.support.composed import composed
 from tests.support.refusals import refused
 from tests.support.trajectories import question, rewarded, trajectory
 from tests.support.virtual_time import run_virtually
@@ -34,7 +35,7 @@ DEMO_FILES = {"model.path", "search.index", "task.train_path", "task.eval_path"}
 def config_of(kind: str, *overrides: str) -> RunConfig:
     """Return the config of a run of `STEPS` steps of `PROMPTS` prompt groups."""
     sizes = (f"trainer.steps={STEPS}", f"trainer.prompts_per_step={PROMPTS}", "trainer.mini_batches=1")
-    return load_config("searchr1_tiny_cpu", [f"trainer.schedule={kind}", *sizes, *overrides])
+    return composed(f"trainer.schedule={kind}", *sizes, *overrides)
 
 
 class Workers:

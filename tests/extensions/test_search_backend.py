@@ -15,7 +15,6 @@ from typer.testing import CliRunner
 
 from examples.extend import search_backend as example
 from rlsys.apps.cli.search import app
-from rlsys.config.compose import load_config
 from rlsys.config.schema import SearchConfig
 from rlsys.errors import Code, RunError
 from rlsys.orchestrator.search_server import serving
@@ -26,6 +25,7 @@ from rlsys.search.index.make import make_index, recipe
 from rlsys.search.server.command import open_retriever, serve_index
 from tests.extensions.search_toys import Letters
 from tests.search.gated import in_process
+from tests.support.composed import composed
 from tests.support.refusals import refused
 
 TOYS = "tests.extensions.search_toys"
@@ -131,7 +131,7 @@ def test_index_of_a_run_is_checked_before_the_start(
     folder = built(scale="0.5")
 
     def problems(*overrides: str) -> set[tuple[str, Code]]:
-        config = load_config("searchr1_tiny_cpu", [f"search.index={folder}", *overrides])
+        config = composed(f"search.index={folder}", *overrides)
         return {(one.key, one.code) for one in find_problems(config) if one.key.startswith("search")}
 
     named = f"search.index_kind={KIND}"

@@ -18,7 +18,7 @@ from rlsys.algorithms.kl import KlController, sampled_estimator
 from rlsys.algorithms.losses import policy_loss
 from rlsys.components import ComponentThread, OverdueError
 from rlsys.config.algorithm import AlgorithmConfig
-from rlsys.config.compose import as_dict, differences, load_config
+from rlsys.config.compose import as_dict, differences
 from rlsys.config.schema import RunConfig
 from rlsys.data.trajectory import Group
 from rlsys.errors import RunError, UserError, root_cause
@@ -31,6 +31,7 @@ from tests.extensions import hanging_toys
 from tests.extensions.test_algorithms import batch, group
 from tests.extensions.test_schedule import config_of, run
 from tests.search.gated import in_process
+from tests.support.composed import composed
 from tests.support.refusals import refused
 
 TOYS = "tests.extensions.hanging_toys"
@@ -45,7 +46,7 @@ def _released() -> Iterator[None]:
 
 
 def limited(key: str, name: str, *overrides: str) -> RunConfig:
-    return load_config("searchr1_tiny_cpu", [f"{key}={{kind: {TOYS}.{name}, timeout_s: 0.05}}", *overrides])
+    return composed(f"{key}={{kind: {TOYS}.{name}, timeout_s: 0.05}}", *overrides)
 
 
 def finished(config: AlgorithmConfig) -> list[Group]:
@@ -92,7 +93,7 @@ def test_metric_and_tracker_that_hang_are_left_out(tmp_path: Path, caplog: pytes
     metrics = f"tracking.metrics=[{{kind: {TOYS}.metric, timeout_s: 0.05}}, examples.extend.metric.answer_words]"
     trackers = f"tracking.trackers=[{{kind: {TOYS}.Tracker, timeout_s: 0.05}}]"
     quiet = ("tracking.wandb=false", "tracking.tensorboard=false")
-    tracking = load_config("searchr1_tiny_cpu", [metrics, trackers, *quiet]).tracking
+    tracking = composed(metrics, trackers, *quiet).tracking
     opened, own = open_trackers(tracking, tmp_path, {}), OwnMetrics(tracking.metrics)
     with caplog.at_level(logging.WARNING):
         for step in (1, 2):
@@ -120,7 +121,7 @@ async def test_search_backend_that_hangs_is_named_and_the_server_stays(tmp_path:
 def test_time_limit_is_a_key_that_a_resume_may_change() -> None:
     config = limited("algorithm.policy_loss", "policy_loss")
     assert as_dict(config)["algorithm"]["policy_loss"] == {"kind": f"{TOYS}.policy_loss", "timeout_s": 0.05}
-    before = as_dict(load_config("searchr1_tiny_cpu", [f"algorithm.policy_loss={TOYS}.policy_loss"]))
+    before = as_dict(composed(f"algorithm.policy_loss={TOYS}.policy_loss"))
     assert differences(before, config) == []
 
 
@@ -163,7 +164,7 @@ def test_error_of_the_component_is_raised_as_it_is() -> None:
 
 
 def test_component_computes_with_the_gradient_mode_of_its_caller() -> None:
-    config = load_config("searchr1_tiny_cpu", ["algorithm.kl_estimator=examples.extend.kl_estimator.bounded_k2"])
+    config = composed("algorithm.kl_estimator=examples.extend.kl_estimator.bounded_k2")
     estimator = sampled_estimator(config.algorithm.kl_estimator)  # type: ignore[arg-type]
     logprobs = torch.zeros(1, 3, requires_grad=True)
     assert estimator(logprobs, torch.ones(1, 3)).requires_grad

@@ -8,7 +8,7 @@ import pickle
 import pytest
 
 from examples.extend.tool import Notes
-from rlsys.config.compose import as_dict, load_config, recorded
+from rlsys.config.compose import as_dict, recorded
 from rlsys.config.schema import TaskConfig
 from rlsys.errors import Code
 from rlsys.rollout.agent.episode import EpisodeTools, run_episode
@@ -16,6 +16,7 @@ from rlsys.rollout.tools.interface import open_tools
 from tests.extensions import tool_toys
 from tests.extensions.tool_toys import Counting
 from tests.rollout.agent.scripted import CODEC, DRAWN, QUESTION, Script
+from tests.support.composed import composed
 from tests.support.refusals import refused
 
 TOYS, EXAMPLE = tool_toys.__name__, "examples.extend.tool.Notes"
@@ -24,7 +25,7 @@ CALCULATOR = "rlsys.rollout.tools.calculator.Calculator"
 
 
 def task(tools: str, *more: str) -> TaskConfig:
-    return load_config("searchr1_tiny_cpu", [f"task.tools={tools}", *more]).task
+    return composed(f"task.tools={tools}", *more).task
 
 
 def test_tool_has_the_settings_of_the_config_and_state_of_its_own_in_each_episode() -> None:
@@ -66,11 +67,11 @@ def test_entry_that_names_no_usable_tool_is_refused(entry: str, code: Code, key:
 
 def test_setting_out_of_its_bounds_is_a_problem_of_the_config() -> None:
     with refused("out_of_range", "task.tools[0].by"):
-        load_config("searchr1_tiny_cpu", [f"task.tools=[{{kind: {TOYS}.Counting, label: a, by: 0}}]"])
+        composed(f"task.tools=[{{kind: {TOYS}.Counting, label: a, by: 0}}]")
 
 
 def test_record_of_an_older_run_names_the_same_tools() -> None:
-    now = as_dict(load_config("searchr1_tiny_cpu", [f"task.tools=[{CALCULATOR}]", "task.agent.allow_empty_query=true"]))
+    now = as_dict(composed(f"task.tools=[{CALCULATOR}]", "task.agent.allow_empty_query=true"))
     assert now["task"]["tools"] == [{"kind": CALCULATOR}]
     before = {key: value for key, value in now["task"].items() if key != "agent"}
     before |= {"tools": [CALCULATOR], "allow_empty_query": True, "invalid_message": "No."}

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from rlsys.config.compose import load_config
 from rlsys.config.schema import RunConfig
 from rlsys.data.trajectory import Group
 from rlsys.errors import UserError
 from rlsys.observe.records import read_metrics
 from rlsys.observe.trackers import OwnMetrics, open_trackers
 from rlsys.orchestrator.validate import find_problems
+from tests.support.composed import composed
 from tests.support.trajectories import question, rewarded
 from tests.support.written_episodes import episode, read, think
 
@@ -74,7 +74,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def config_of(folder: Path, *overrides: str) -> RunConfig:
     paths = (f"{key}={folder}" for key in ("model.path", "task.train_path", "task.eval_path"))
     quiet = ("tracking.wandb=false", "tracking.tensorboard=false")
-    return load_config("searchr1_tiny_cpu", [*paths, *quiet, *overrides])
+    return composed(*paths, *quiet, *overrides)
 
 
 def group(*answers: str) -> Group:

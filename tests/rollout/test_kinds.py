@@ -10,11 +10,12 @@ from rlsys.config.schema import Dtype, RunConfig, SglangConfig, TransformersConf
 from rlsys.orchestrator.validate import find_problems
 from rlsys.rollout.kinds import engine_class
 from rlsys.weights.weight_map import read_architecture
+from tests.support.composed import composed
 from tests.support.refusals import refused
 
 
 def config_of(*settings: str) -> RunConfig:
-    return load_config("searchr1_tiny_cpu", settings)
+    return composed(*settings)
 
 
 def test_another_kind_keeps_the_common_keys_and_drops_those_of_sglang() -> None:
@@ -22,7 +23,7 @@ def test_another_kind_keeps_the_common_keys_and_drops_those_of_sglang() -> None:
     engine = config_of("rollout.engine=transformers").rollout.engine
     assert engine == TransformersConfig(dtype=Dtype.float32, max_running=64)
     with refused("conflict", "rollout.engine.kv_cache_tokens"):
-        config_of("rollout.engine=transformers", "rollout.engine.kv_cache_tokens=5")
+        load_config("searchr1_tiny_cpu", ["rollout.engine=transformers", "rollout.engine.kv_cache_tokens=5"])
     with refused("unknown", "rollout.engine.kind"):
         config_of("rollout.engine=vllm")
 

@@ -5,7 +5,9 @@ import json
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from copy import deepcopy
 from dataclasses import dataclass, field
+from functools import cache
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -56,6 +58,12 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 def train(trace: Trace, words: PreTrainedTokenizerFast, seed: int, steps: int = 120) -> Qwen2ForCausalLM:
     """Model that has learnt to continue `trace` from any point."""
+    return deepcopy(_trained(trace, words.backend_tokenizer.to_str(), seed, steps))
+
+
+@cache
+def _trained(trace: Trace, vocabulary: str, seed: int, steps: int) -> Qwen2ForCausalLM:
+    words = PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(vocabulary), eos_token=EOS)
     torch.manual_seed(seed)
     config = Qwen2Config(
         vocab_size=len(words),

@@ -73,17 +73,17 @@ def fastest_split(config: RunConfig, model: Architecture) -> RunConfig | None:
     def rollout(first: int) -> Choice:
         return _shortest(_rollout(config, model, first, devices - first), model, StepCost.rollout_s, ("rollout",))
 
-    apart = (
-        (training(actors), inference(actors, scorers), rollout(actors + scorers))
-        for actors in range(1, devices)
-        for scorers in range(1, devices - actors)
-    )
+    if colocated:
+        choices = training(devices), inference(0, devices), rollout(0)
+        return _joined(*(choice[1] for choice in choices)) if all(choice[0] < inf for choice in choices) else None
     best: tuple[float, float, RunConfig | None] = (inf, inf, None)
-    for choices in [(training(devices), inference(0, devices), rollout(0))] if colocated else apart:
+    for actors, scorers in product(range(1, devices), range(1, devices)):
+        if actors + scorers >= devices or max(training(actors)[0], rollout(actors + scorers)[0]) > best[0]:
+            continue  # Inference, of which there is a choice for each pair, cannot make this split the fastest.
+        choices = training(actors), inference(actors, scorers), rollout(actors + scorers)
         seconds = [choice[0] for choice in choices]
-        step = sum(seconds) if colocated else max(seconds)
-        if (step, sum(seconds)) < best[:2]:
-            best = step, sum(seconds), _joined(*(choice[1] for choice in choices))
+        if (max(seconds), sum(seconds)) < best[:2]:
+            best = max(seconds), sum(seconds), _joined(*(choice[1] for choice in choices))
     return best[2]
 
 

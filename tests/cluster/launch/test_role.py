@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from rlsys.cluster.launch.role import Role, check_searching, expand_hosts, find_role, search_settings, serving_positions
-from rlsys.config.compose import load_config
 from rlsys.config.schema import CassetteConfig, ClusterConfig, RunConfig, SearchConfig, SearchNodesConfig
 from rlsys.errors import Code
+from tests.support.composed import composed
 from tests.support.refusals import refused
 
 SLURM = {"SLURM_NODEID": "2", "SLURM_NNODES": "4", "SLURM_JOB_NODELIST": "gpu[09-11],big"}
@@ -90,6 +90,6 @@ def test_search_machines_are_named_by_rank_or_host_name() -> None:
 def test_search_settings_compose_to_the_servers_and_their_token() -> None:
     urls = ["http://a:1", "http://b:2", "http://[fd00::1]:3"]
     settings = search_settings(SearchConfig(), urls, {"RLSYS_SEARCH_TOKEN": "s3cret"})
-    search = load_config("searchr1_tiny_cpu", settings).search
+    search = composed(*settings).search
     assert [search.url, *search.replicas] == urls
     assert search.token_env == "RLSYS_SEARCH_TOKEN"

@@ -16,6 +16,7 @@ from rlsys.config.compose import PROJECT_CONFIGS
 from rlsys.config.schema import Mode, ParallelConfig, RunConfig
 from rlsys.orchestrator.validate import find_problems
 from rlsys.weights.weight_map import read_architecture
+from scripts import memory_tables
 from scripts.memory_tables import gpu_experiments
 from scripts.split_tables import PAGE, with_table
 
@@ -56,6 +57,11 @@ def test_episodes_in_flight_fill_the_kv_cache(name: str) -> None:
     room = StepCost(config, read_architecture(config.model.path)).room
     expected = min(MOST_EPISODES, int(room) // MULTIPLE * MULTIPLE)
     assert config.rollout.max_episodes == config.rollout.engine.max_running == expected
+
+
+def test_memory_tables_page_is_up_to_date() -> None:
+    page = memory_tables.PAGE.read_text()
+    assert memory_tables.with_tables(page) == page, "run python scripts/memory_tables.py"
 
 
 def test_table_of_splits_is_up_to_date() -> None:

@@ -39,7 +39,6 @@ from rlsys.cluster.preflight.machine import (
     ThisMachine,
     Unseen,
 )
-from rlsys.config.compose import load_config
 from rlsys.config.schema import RunConfig, SearchConfig
 from rlsys.errors import UserError
 from rlsys.observe.environment import Capabilities
@@ -48,6 +47,7 @@ from rlsys.weights.hf_io import INDEX
 from rlsys.weights.weight_map import WeightMap, read_architecture
 from tests.config.conftest import SHAPE
 from tests.support.capabilities import H100
+from tests.support.composed import composed
 
 URL = "http://127.0.0.1:8000"
 BARE_H100 = replace(H100, flash_attn_4=None, apex=False)
@@ -139,7 +139,7 @@ def node_run(tmp_path: Path, model: Path) -> Compose:
         f"task.train_path={tmp_path / 'questions.jsonl'}",
         f"task.eval_path={tmp_path / 'questions.jsonl'}",
     ]
-    return lambda *overrides: load_config("searchr1_qwen2.5_3b_1node", [*files, *overrides])
+    return lambda *overrides: composed(*files, *overrides, name="searchr1_qwen2.5_3b_1node")
 
 
 def findings_of(config: RunConfig, machine: Mock) -> dict[str, Finding]:
