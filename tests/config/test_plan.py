@@ -24,14 +24,15 @@ from rlsys.apps.cli.main import app
 from rlsys.cluster.planning.memory import MicroBatchLoad, count_parameters, group_memory
 from rlsys.cluster.planning.placement import fullest_device, launch_problems, memory_problems
 from rlsys.cluster.planning.resolve import make_plan
-from rlsys.config.compose import load_config
 from rlsys.config.schema import Layers, Mode, RunConfig, SyncMode
 from rlsys.orchestrator.validate import find_problems
 from rlsys.weights.weight_map import architecture_of, read_architecture
 from scripts.memory_tables import shape_of
+from tests.support.composed import composed
 from tests.support.refusals import refused
 
 TinyRun = Callable[..., RunConfig]
+THREE_B = "searchr1_qwen2.5_3b_1node"
 SMALL = {
     "hidden_size": 48,
     "intermediate_size": 80,
@@ -82,7 +83,7 @@ def test_engine_memory_by_hand(tiny_run: TinyRun) -> None:
 def test_memory_of_an_engine_with_a_staged_copy_by_hand() -> None:
     """Two GPUs of 80 GiB; weights arrive by CUDA IPC on the first, on which the second opens a context as well."""
     settings = ["cluster.sync_mode=ipc", "rollout.engine.tp=2", "rollout.engine.memory_fraction=0.6"]
-    config = load_config("searchr1_qwen2.5_3b_1node", settings)
+    config = composed(*settings, name=THREE_B)
     found = group_memory(config, read_architecture(shape_of(config.model.path)), "rollout")
     weights, gib = 2 * 3_085_938_688, 2**30
     assert found.parts["parameters"] == weights / 2
@@ -102,7 +103,7 @@ def test_memory_of_an_engine_with_a_staged_copy_by_hand() -> None:
 def test_only_groups_that_get_or_pass_on_weights_have_communicators_for_it() -> None:
     """All three have TP and DP; actor and critic also have PP, and one over all ranks for the norm of the gradient. The
     actor's second stage passes its weights to the first."""
-    config = load_config("searchr1_qwen2.5_32b_8node_ppo")
+    config = composed(name="searchr1_qwen2.5_32b_8node_ppo")
     model = read_architecture(shape_of(config.model.path))
     groups = ("actor", "critic", "inference")
     communicators = [(group_memory(config, model, one).parts["runtime"] / 2**30 - 0.5) * 4 for one in groups]
@@ -111,7 +112,7 @@ def test_only_groups_that_get_or_pass_on_weights_have_communicators_for_it() -> 
 
 def test_memory_of_a_3b_actor_by_hand() -> None:
     """An actor with Transformer Engine, recomputation, data parallelism of 4 and a tied embedding."""
-    config = load_config("searchr1_qwen2.5_3b_1node")
+    config = composed(name=THREE_B)
     config.model.layers, config.model.recompute = Layers.te, True
     model = read_architecture(shape_of(config.model.path))
     tokens, hidden, vocab, parameters = 16384, 2048, 151936, 3_085_938_688
@@ -220,8 +221,8 @@ def test_memory_above_nine_tenths_of_a_device_is_refused(tiny_run: TinyRun, gib:
 def test_experiment_of_a_3b_model_is_refused_on_cards_of_24_gib() -> None:
     files = ["task.train_path=README.md", "task.eval_path=README.md"]
     files += ["model.path=configs/model/shapes/qwen2.5-3b-instruct"]
-    assert keys(load_config("searchr1_qwen2.5_3b_1node", files)) == []
-    small = load_config("searchr1_qwen2.5_3b_1node", [*files, "cluster.device_memory_gib=24"])
+    assert keys(composed(*files, name=THREE_B)) == []
+    small = composed(*files, "cluster.device_memory_gib=24", name=THREE_B)
     assert keys(small) == ["cluster.device_memory_gib"]
 
 

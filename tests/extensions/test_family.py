@@ -13,7 +13,6 @@ from typer.testing import CliRunner
 from examples.extend import family as example
 from rlsys.apps.cli.convert import app
 from rlsys.cluster.planning.resolve import make_plan
-from rlsys.config.compose import load_config
 from rlsys.config.schema import ParallelConfig
 from rlsys.errors import Code, UserError
 from rlsys.orchestrator.validate import find_problems
@@ -21,6 +20,7 @@ from rlsys.trainer import mesh
 from rlsys.trainer.export import load_hf
 from rlsys.trainer.model.stage_model import PolicyModel
 from rlsys.weights.weight_map import layer_spec_of, read_architecture
+from tests.support.composed import composed
 from tests.support.hf_models import assert_same_tensors
 from tests.support.megatron_processes import Group, on_ranks
 from tests.support.refusals import refused
@@ -60,14 +60,14 @@ def test_example_converts_bit_for_bit(glm4: Path, tmp_path: Path) -> None:
 
 def test_config_alone_chooses_the_family(glm4: Path) -> None:
     def problems(family: str) -> dict[str, Code]:
-        config = load_config("searchr1_tiny_cpu", [f"model.path={glm4}", f"model.family={family}"])
+        config = composed(f"model.path={glm4}", f"model.family={family}")
         return {problem.key: problem.code for problem in find_problems(config) if problem.key.startswith("model.")}
 
     assert problems(FAMILY) == {}
     assert problems("null") == {"model.path": "unsupported"}
     assert problems("glm") == {"model.family": "unknown"}
     assert problems("no.yaml") == {"model.family": "not_found"}
-    plan = make_plan(load_config("searchr1_tiny_cpu", [f"model.path={glm4}", f"model.family={FAMILY}"]))
+    plan = make_plan(composed(f"model.path={glm4}", f"model.family={FAMILY}"))
     assert plan["model"]["parameters"] == AutoModelForCausalLM.from_pretrained(glm4).num_parameters()
 
 
@@ -109,7 +109,7 @@ def test_function_that_does_not_fit_is_refused_before_the_start(
         layer_spec_of(file)
     assert file in str(caught.value)
     assert "\n" not in str(caught.value)
-    config = load_config("searchr1_tiny_cpu", [f"model.family={file}"])
+    config = composed(f"model.family={file}")
     assert [problem.code for problem in find_problems(config) if problem.key == "model.family"] == [code]
 
 

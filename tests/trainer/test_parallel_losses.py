@@ -179,17 +179,18 @@ def _step(actor: _Actor, run: Run, samples: Sequence[Sample], config: AlgorithmC
     return actor.apply(), stats, weights_of(actor)
 
 
-Worlds = Callable[[str], tuple[Policies, OneProcess]]
+Worlds = Callable[[str], tuple[Policies, dict[str, Expected]]]
 
 
 @pytest.fixture(scope="module")
 def worlds(tmp_path_factory: pytest.TempPathFactory) -> Worlds:
-    """Function from a family to its policies and their losses in one process; each family is made once."""
+    """Function from a family to its policies and the results of each case in one process, computed once per family."""
 
     @functools.cache
-    def world(family: str) -> tuple[Policies, OneProcess]:
+    def world(family: str) -> tuple[Policies, dict[str, Expected]]:
         policies = Policies.make(family, tmp_path_factory.mktemp("policies"))
-        return policies, OneProcess(policies)
+        alone = OneProcess(policies)
+        return policies, {case: alone.expected(config) for case, config in CASES.items()}
 
     return world
 
@@ -203,11 +204,10 @@ def test_cases_have_every_loss_and_aggregation() -> None:
 @pytest.mark.parametrize("layout", [*LAYOUTS, *(pytest.param(name, marks=pytest.mark.slow) for name in MORE_LAYOUTS)])
 def test_loss_and_gradient_equal_those_of_one_process(layout: str, worlds: Worlds) -> None:
     run = (LAYOUTS | MORE_LAYOUTS)[layout]
-    policies, alone = worlds(run.family)
+    policies, results = worlds(run.family)
     found = on_ranks(_in_group, run.processes, policies, run)
     before = reference.named_tensors(reference.load(policies.current))
-    for case, config in CASES.items():
-        expected = alone.expected(config)
+    for case, expected in results.items():
         assert expected.figures["clip_fraction"] > 0 or case in (
             "policy_gradient",
             "sapo",

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from rlsys.cluster.planning.host import host_memory
-from rlsys.config.compose import load_config
 from rlsys.weights.weight_map import read_architecture
 from scripts.memory_tables import shape_of
+from tests.support.composed import composed
 
 WEIGHTS, GIB = 2 * 3_085_938_688, 2**30
 """Bytes of the weights of Qwen2.5-3B in bfloat16."""
@@ -35,7 +35,7 @@ CPU = ["cluster.device=cpu", "cluster.sync_mode=tensor"]
 def test_host_memory_by_hand(
     experiment: str, overrides: list[str], pinned: float, staged: float, buckets: float, shared: float | None
 ) -> None:
-    config = load_config(f"searchr1_qwen2.5_{experiment}", overrides)
+    config = composed(*overrides, name=f"searchr1_qwen2.5_{experiment}")
     found = host_memory(config, read_architecture(shape_of(config.model.path)))
     assert (found.pinned, found.staged) == pytest.approx((pinned, staged), rel=1e-3)
     assert found.buckets == buckets * GIB

@@ -77,8 +77,10 @@ def test_concurrent_episodes_never_share_state(texts: list[list[str]]) -> None:
     ],
 )
 async def test_faulty_state_is_an_error_of_the_call_and_closed_at_most_once(
-    fault: str, error: str, opened: int, closed: int
+    fault: str, error: str, opened: int, closed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    if fault == "close hangs":
+        monkeypatch.setattr(calls, "CANCEL_GRACE_S", 0.1)
     tool = Faulty(label=fault)
     box = toolbox(tool)
     for _ in range(2):
@@ -123,7 +125,11 @@ class Ending(Script):
         ),
     ],
 )
-async def test_state_is_closed_once_under_abort_timeout_and_error(text: str, then: str, how: str) -> None:
+async def test_state_is_closed_once_under_abort_timeout_and_error(
+    text: str, then: str, how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if then == "ignore":
+        monkeypatch.setattr(calls, "CANCEL_GRACE_S", 0.1)
     tool = Counting(label="")
     script = Ending(f"<count>{text}</count>", then)
     group = EpisodeGroup(QUESTION, range(3), episodes(tool, script), DRAWN)
@@ -150,6 +156,7 @@ async def test_state_is_closed_once_under_abort_timeout_and_error(text: str, the
 async def test_tool_that_blocks_delays_no_episode_and_no_other_tool(
     method: str, error: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(calls, "CANCEL_GRACE_S", 0.1)
     if error:
         monkeypatch.setattr(calls, "BLOCKED_S", 0.1)
     tool, script = Blocking(label=method), Script(["<block>a</block>", "<say>b</say>", "<answer>x</answer>"])
