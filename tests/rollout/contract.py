@@ -45,8 +45,7 @@ async def check_end(engine: EngineDriver, words: PreTrainedTokenizerFast, end: E
     sampling = TurnSampling(0.0, stop=end.stop, max_new_tokens=end.cut(tokens))
     before = engine.progress
     generation = await engine.generate(prompt, sampling, "end")
-    assert before is not None
-    assert engine.progress > before  # type: ignore[operator]
+    assert before is None or engine.progress > before  # type: ignore[operator]
     assert (generation.token_ids, generation.finish) == (said[:tokens], end.finish)
     assert len(generation.logprobs) == len(generation.versions) == tokens
 

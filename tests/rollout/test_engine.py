@@ -66,6 +66,7 @@ async def test_stop_string_ends_the_turn_and_a_listener_gets_tokens_as_they_come
 async def test_request_ends_as_in_the_table(bench: Bench, end: End) -> None:
     await bench.bring(bench.first)
     await check_end(bench.engine, bench.words, end)
+    assert bench.engine.progress is not None
 
 
 async def test_end_token_ends_a_request(bench: Bench) -> None:

@@ -135,6 +135,7 @@ async def test_draws_have_the_models_distribution_and_log_probs_of_the_whole(
 async def test_request_ends_as_in_the_table(world: World, end: End) -> None:
     await world.bring(world.first)
     await check_end(world.engine, world.words, end)
+    assert world.engine.progress is not None
 
 
 async def test_end_token_ends_a_request(world: World) -> None:
