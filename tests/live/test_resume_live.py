@@ -4,6 +4,7 @@ import json
 import subprocess
 import time
 from collections import Counter
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -102,8 +103,11 @@ def test_run_outlives_the_deaths_of_a_megatron_process_and_of_its_search_server(
 
 def victim(process: subprocess.Popen[bytes], name: str) -> psutil.Process:
     """Return a child of `process` with `name` in its command line."""
-    children = psutil.Process(process.pid).children(recursive=True)
-    return next(child for child in children if name in " ".join(child.cmdline()))
+    for child in psutil.Process(process.pid).children(recursive=True):
+        with suppress(psutil.NoSuchProcess):  # It has ended, and its parent may not have noticed.
+            if name in " ".join(child.cmdline()):
+                return child
+    raise AssertionError(f"no process has {name} in its command line")
 
 
 def recovered(folder: Path) -> list[int]:
