@@ -448,10 +448,12 @@ class Session:
         """Kill the Megatron processes after `error`; return the checkpoint to go on from, None for the run's start.
 
         `origin` is the checkpoint from which the run was opened. Raises `error` unless a Megatron process of an open run
-        has died or hangs, and after `cluster.restarts` restarts within `cluster.restart_window_s`.
+        has died or hangs, after `cluster.restarts` restarts within `cluster.restart_window_s`, and if the user has ended
+        the run meanwhile.
         """
-        lost = lost_worker(error)
-        if lost is None or not self._ran:
+        lost, task = lost_worker(error), asyncio.current_task()
+        # A task group that ends with an error hides that its task was cancelled.
+        if lost is None or not self._ran or (task is not None and task.cancelling()):
             raise error
         reason = str(lost).partition("\n")[0].rstrip(".")
         if self._fault is not None:

@@ -112,3 +112,34 @@ async def test_other_errors_end_the_run_at_once(error: BaseException, tmp_path: 
 async def test_a_run_that_was_never_open_does_not_begin_again(tmp_path: Path) -> None:
     with pytest.raises(RankDied):
         await Failing(tmp_path, [DIED], 9, opens=False).run()
+
+
+async def test_a_run_that_the_user_ends_while_a_process_dies_does_not_go_back(tmp_path: Path) -> None:
+    """A signal to all processes of a job also ends the workers, possibly before the driver notices its own."""
+    session = Failing(tmp_path, [DIED] * 9, 9)
+    opened = session.opened
+
+    @asynccontextmanager
+    async def dying(origin: Origin | None) -> AsyncIterator[Run]:
+        async def work() -> None:
+            async with opened(origin):
+                pass
+
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(work())
+            tasks.create_task(stopping())
+        yield
+
+    async def stopping() -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            running.cancel()
+            await asyncio.sleep(0)
+
+    session.opened = dying  # type: ignore[method-assign]
+    running = asyncio.create_task(session.run())
+    with pytest.raises(ExceptionGroup) as ended:
+        await running
+    assert lost_worker(ended.value) is DIED
+    assert session.killed == 0
