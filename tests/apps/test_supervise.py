@@ -12,6 +12,9 @@ from pathlib import Path
 import psutil
 import pytest
 
+from rlsys.apps.cli import training
+from rlsys.config.compose import load_config
+from rlsys.observe.faults import KILLED_BY
 from tests.support.paths import PROJECT
 
 LIMIT_S = 300
@@ -60,6 +63,25 @@ def lives(folder: Path) -> list[tuple[int, int, str]]:
 
 def gone(pid: int) -> bool:
     return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+
+
+@pytest.mark.parametrize(
+    ("settings", "killed_by", "outlives"),
+    [
+        (["resume=auto"], None, True),
+        (["resume=auto"], "", False),
+        (["resume=none"], None, False),
+        (["resume=auto", "cluster.restarts=0"], None, False),
+        (["resume=auto", "cluster.address=10.0.0.1:6379"], None, False),
+    ],
+)
+def test_driver_is_started_again_only_if_it_resumes_on_this_machine(
+    settings: list[str], killed_by: str | None, outlives: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(KILLED_BY, raising=False)
+    if killed_by is not None:
+        monkeypatch.setenv(KILLED_BY, killed_by)
+    assert training._outlives_its_driver(load_config("searchr1_tiny_cpu", settings)) is outlives
 
 
 @pytest.mark.parametrize(("deaths", "status"), [(0, 0), (2, 0), (3, 128 + signal.SIGKILL)])

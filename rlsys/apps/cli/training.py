@@ -57,7 +57,7 @@ def train(
             plan["notes"].append(faster)
         typer.echo(json.dumps(plan, indent=2) if as_json else render_plan(plan))
         return
-    if config.resume != "auto" or not config.cluster.restarts or KILLED_BY in os.environ:
+    if not _outlives_its_driver(config):
         _train(config, folder_to)
         return
     words = ["train", "-c", config_name, *(overrides or ()), *(["--no-wandb"] if no_wandb else [])]
@@ -65,6 +65,12 @@ def train(
     words += [word for option, path in given.items() if path is not None for word in (option, str(path))]
     command = [sys.executable, "-m", "rlsys.apps.cli.main", *words]
     raise typer.Exit(supervise(command, Restarts(config.cluster), lambda text: typer.echo(f"Note: {text}", err=True)))
+
+
+def _outlives_its_driver(config: RunConfig) -> bool:
+    """Return True if this process starts the driver, again if it is killed. On a cluster it could not end what is left."""
+    alone = config.cluster.address is None and KILLED_BY not in os.environ
+    return alone and config.resume == "auto" and config.cluster.restarts > 0
 
 
 def _train(config: RunConfig, folder_to: Path | None) -> None:
