@@ -153,6 +153,7 @@ class EnginePool:
         self._samples = config.algorithm.n_samples
         self._slots = config.rollout.max_episodes
         self._episode_timeout_s = config.rollout.episode_timeout_s
+        self._stall_timeout_s = config.rollout.engine.stall_timeout_s
         self._tracer, self._episodes, self._outages = tracer, episodes, outages
         self._lost: dict[str, str] = {}
         """Keys of groups that have lost two engines -> reason, for the error message."""
@@ -297,8 +298,19 @@ class EnginePool:
         await self._versions.finish_update(version, digest)
 
     async def settle(self) -> None:
-        """Wait until every engine has ended its groups and switches, which another driver or pool may have begun."""
-        await self.engines.call_all("settle")
+        """Wait until every engine has ended its groups and switches, which another driver or pool may have begun.
+
+        An engine that makes no progress meanwhile has hung: the supervisor does not watch it now.
+        """
+
+        async def settle_one(one: Member) -> dict[int, Any]:
+            try:
+                return await self.engines.try_call(one, "settle", timeout_s=self._stall_timeout_s)
+            except RankSilent as silence:
+                self.engines.lost(one, silence, FaultKind.hung)
+                return {}
+
+        await self.engines.run_on(self.engines.members.living, settle_one)
 
     async def offload(self) -> None:
         """Release every engine's device memory; nothing may be in flight."""

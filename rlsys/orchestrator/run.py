@@ -227,7 +227,8 @@ class Run:
 
         def progress() -> tuple[float, ...]:
             finished = sum(group.finished for group in workers)
-            return (finished, *self.pipeline.progress, *self.log.faults.metrics().values())
+            begun = groups.engines.engines.members.born  # A start that fails is followed by another one.
+            return (finished, begun, *self.pipeline.progress, *self.log.faults.metrics().values())
 
         limit_s = stall_limit_s(self.config)
         await until_stalled(progress, limit_s)

@@ -96,6 +96,7 @@ class Engines:
         `continues` is True for `on_update=continue`: a switch does not wait for running groups.
         """
         self.ranks = [Worker(number) for number in range(count)]
+        self.finished = 0
         self.former: list[Worker] = []
         """Workers that were started again."""
         self.starts: defaultdict[str, list[tuple[int, float]]] = defaultdict(list)

@@ -6,6 +6,7 @@ import asyncio
 import json
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,10 +20,12 @@ from rlsys.orchestrator import weight_sync
 from rlsys.orchestrator.engine_pool import EnginePool
 from rlsys.orchestrator.membership import NoEngineLeft, NoneSetAside
 from rlsys.orchestrator.pipeline.rollout_pipeline import GroupLost
+from rlsys.orchestrator.run import Run
 from rlsys.orchestrator.supervisor import Heartbeats, Supervisor
+from rlsys.orchestrator.watchdog import stall_limit_s
 from rlsys.orchestrator.weight_sync import WeightSync
 from rlsys.rollout.agent.episode import EngineActivity
-from tests.orchestrator.groups.engines import CALL_TIMEOUT_S, SAMPLES, TIMEOUT_S, Engines, make, settle, taking
+from tests.orchestrator.groups.engines import CALL_TIMEOUT_S, NEVER, SAMPLES, TIMEOUT_S, Engines, make, settle, taking
 from tests.orchestrator.groups.simulated_sync import BUCKETS, Simulation
 from tests.support.trajectories import question
 from tests.support.virtual_time import now, run_virtually, virtually
@@ -107,6 +110,42 @@ async def test_engine_that_cannot_be_started_uses_up_the_restarts(tmp_path: Path
     assert "no model" in pool.engines.last_error
     assert [row["event"] for row in rows(tmp_path / "faults")] == ["began", "given_up"]
     await pool.run_group(question(0), 0)
+    watching.cancel()
+    await asyncio.wait({watching})
+
+
+@virtually
+async def test_each_start_of_the_only_engine_has_the_time_of_a_start(tmp_path: Path) -> None:
+    """The watchdog of the run does not end the run between two starts that fail late."""
+    config = config_of(3)
+    start_s = 0.9 * stall_limit_s(config)
+    engines = Engines(1, taking(start=start_s), failures={"start": RunError("no model")})
+    pool, supervisor = supervised(engines, Copy(), 3, tmp_path / "faults")
+    groups = SimpleNamespace(engines=pool, inference=None, trained={})
+    log = SimpleNamespace(faults=supervisor._faults)
+    run: Any = SimpleNamespace(config=config, groups=groups, pipeline=SimpleNamespace(progress=()), log=log)
+    tasks = [asyncio.ensure_future(one) for one in (supervisor.run(1.0), Run.watch_progress(run))]
+    engines.die(0)
+    with pytest.raises(NoEngineLeft):
+        await pool.run_group(question(0), 0)
+    assert now() > 2.5 * start_s
+    assert not any(one.done() for one in tasks)
+    for one in tasks:
+        one.cancel()
+    await asyncio.wait(tasks)
+
+
+@virtually
+async def test_engine_that_does_not_settle_is_started_again(tmp_path: Path) -> None:
+    engines = Engines(1, taking(settle=NEVER, start=7))
+    pool, supervisor = supervised(engines, Copy(), 1, tmp_path / "faults")
+    await pool.settle()
+    assert now() < CALL_TIMEOUT_S
+    assert not pool.living
+    watching = asyncio.ensure_future(supervisor.run(1.0))
+    await asyncio.sleep(10)
+    assert [one.version for one in pool.engines.members.living] == [Copy.version]
+    assert [row.get("kind") for row in rows(tmp_path / "faults")] == ["hung", None]
     watching.cancel()
     await asyncio.wait({watching})
 
