@@ -77,7 +77,7 @@ ABORT_TIMEOUT_S = 10.0
 IN_FLIGHT_TIMEOUT_S = 30.0
 """Time-out for returning the progress of episodes."""
 ACTIVITY_TIMEOUT_S = 5.0
-"""Time-out for reporting the activity, which is for display only."""
+"""Time-out for reporting the activity."""
 PING_TIMEOUT_S = 30.0
 """Time-out of a ping after a call has timed out; an engine that does not answer it is dead."""
 
@@ -512,7 +512,7 @@ class EngineCalls:
         why = str(death).partition("\n")[0]
         self.last_error = f"{why}\n{self.workers.log_tail(one.engine)}"
         returns = self.on_loss(one, kind, why)
-        _log.warning(
+        _log.info(
             "rollout engine %d is dead (%s); %d live%s: %s",
             one.engine, kind, len(self.members.remove(one).living), ", it is started again" if returns else "", why,
         )  # fmt: skip
@@ -675,7 +675,7 @@ class VersionSwitch:
     async def put_back(self, taken: Sequence[Member]) -> None:
         """Return engines to rollouts; block until each engine that has a staged version has switched to it.
 
-        The engines switch even if the caller is cancelled. An engine that refuses the version is dead.
+        The engines switch even if the caller is cancelled. An engine that refuses the version counts as dead.
         """
         self._engines.change(self._engines.members.set_aside(taken, aside=False))
         tasks = [asyncio.ensure_future(self._catch_up(one)) for one in taken if one.life in self._staged]

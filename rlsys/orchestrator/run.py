@@ -471,7 +471,7 @@ class Session:
         store.recover()
         if store.saved():
             origin = find_origin(replace(self.config, resume=str(self.run_dir)), self.progress.warn)
-        self.progress.warn(f"{reason}. The run goes back to step {origin.state.step if origin else 0}.")
+        self.progress.warn(f"The run goes back to step {origin.state.step if origin else 0}.")
         return origin
 
     def _trained(self) -> list[WorkerGroup]:
@@ -530,7 +530,7 @@ async def open_session(config: RunConfig, run_dir: Path, origin: Origin | None =
         search = stack.enter_context(serving(config.search, config.cluster.threads, run_dir / "logs"))
         if not search.started:
             await search.require()
-        outages = SearchOutages(search, Restarts(config.cluster), faults, progress.warn)
+        outages = SearchOutages(search, Restarts(config.cluster), faults)
         stack.push_async_callback(outages.close)
         workers = await stack.enter_async_context(started_groups(config, run_dir / "logs"))
         yield Session(replace(config, search=search.search), run_dir, progress, faults, rewards, outages, workers)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -105,11 +105,10 @@ class SearchOutages:
     lasts longer than `search.outage_s`, or the server has failed too often, all of them raise the same RunError.
     """
 
-    def __init__(self, serving: Serving, restarts: Restarts, faults: FaultLog, note: Callable[[str], None]) -> None:
-        """`note` receives one sentence for the user when an outage begins and when it ends."""
+    def __init__(self, serving: Serving, restarts: Restarts, faults: FaultLog) -> None:
         self.count = 0
         """Outages since the start."""
-        self._serving, self._restarts, self._faults, self._note = serving, restarts, faults, note
+        self._serving, self._restarts, self._faults = serving, restarts, faults
         self._limit_s = serving.search.outage_s
         self._recovery: asyncio.Task[None] | None = None
 
@@ -191,11 +190,11 @@ class SearchOutages:
 
     async def _recover(self, kind: FaultKind, cause: RunError) -> None:
         why = str(cause).partition("\n")[0].rstrip(".:")
-        fault = self._faults.begin(PART, kind, f"{why}.")
+        pauses = "; the run pauses until it answers again" if self._limit_s else ""
+        fault = self._faults.begin(PART, kind, f"{why}{pauses}.")
         try:
             if self._limit_s == 0:
                 raise cause
-            self._note(f"The run pauses until the search server answers again: {why}.")
             status.show(f"waits until it answers again (at most {self._limit_s:g} s)", "search")
             async with asyncio.timeout(self._limit_s):
                 how = await (self._restarted(cause) if self._serving.started else self._returned())
@@ -208,7 +207,6 @@ class SearchOutages:
         finally:
             status.show("", "search")
         self._faults.end(fault, Outcome.recovered, how)
-        self._note(f"The run goes on: the search server {how}.")
 
     async def _returned(self) -> str:
         """Ask the named server until it answers."""

@@ -11,7 +11,7 @@ version, else from the actor while it does.
 
 Invariant: a receiver uses a version only if the digest of all its tensors equals the digest that the actor computed in
 the push of that version. On a mismatch the receiver refuses the version and the run ends. An engine that catches up
-later is dropped from the pool instead.
+later is started again instead.
 
 Bucket bytes travel over a transport (`cluster.sync_mode`), which is opened for the receivers that live when a transfer
 begins. If one dies during the push, the others still get the version:

@@ -115,7 +115,7 @@ class Setting:
     outages: SearchOutages
     pool: EnginePool
     engines: SearchingEngines
-    notes: list[str]
+    said: list[str]
     shown: list[tuple[str, str]]
     path: Path
 
@@ -125,16 +125,16 @@ class Setting:
 
 @asynccontextmanager
 async def running(server: Server, tmp_path: Path, *, cut: bool = False, **cluster: Any) -> AsyncIterator[Setting]:
-    notes: list[str] = []
+    said: list[str] = []
     shown: list[tuple[str, str]] = []
-    faults = FaultLog(tmp_path / FAULTS, now)
+    faults = FaultLog(tmp_path / FAULTS, now, said.append)
     with status.reported_to(lambda stage, text: shown.append((stage, text))):
-        outages = SearchOutages(server, Restarts(ClusterConfig(**cluster), now), faults, notes.append)  # type: ignore[arg-type]
+        outages = SearchOutages(server, Restarts(ClusterConfig(**cluster), now), faults)  # type: ignore[arg-type]
         engines = SearchingEngines(server, cut)
         pool, _ = make(engines)
         pool._outages = outages
         try:
-            yield Setting(server, outages, pool, engines, notes, shown, tmp_path)
+            yield Setting(server, outages, pool, engines, said, shown, tmp_path)
         finally:
             await outages.close()
             faults.close()
@@ -167,7 +167,7 @@ async def test_no_group_keeps_a_search_of_an_outage_and_the_run_says_why_it_paus
         assert (began["part"], began["kind"], ended["event"]) == ("search server", "unreachable", "recovered")
         assert 120.0 <= began["time"] <= 120.0 + EPISODES_S + RETRIES_S
         assert 400.0 <= ended["time"] <= 400.0 + LAST_PAUSE_S
-        assert len(run.notes) == 2
+        assert len(run.said) == 2, "one line when it begins, and one when it ends"
         assert [stage for stage, text in run.shown if text.startswith(status.WAIT_PREFIX)] == ["search"]
         assert run.shown[-1] == ("search", "")
         assert run.outages.count == 1

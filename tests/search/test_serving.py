@@ -56,11 +56,11 @@ async def test_a_run_restarts_its_own_server_and_no_search_fails(
         return started[-1]
 
     monkeypatch.setattr("rlsys.orchestrator.search_server.SearchServer", start)
-    notes: list[str] = []
+    said: list[str] = []
     config = SearchConfig(index="made", timeout_s=1.0, retries=1000)
     with serving(config, 1, tmp_path) as search:
         search.wait_healthy()
-        outages = SearchOutages(search, Restarts(ClusterConfig()), FaultLog(tmp_path / FAULTS), notes.append)
+        outages = SearchOutages(search, Restarts(ClusterConfig()), FaultLog(tmp_path / FAULTS, say=said.append))
         async with open_client(search.search, topk=3) as client:
             tool, url, pid = RequiredSearch(client), search.search.url, started[0].pid
             await asyncio.gather(*(tool.search(f"before {number}") for number in range(40)))
@@ -75,7 +75,7 @@ async def test_a_run_restarts_its_own_server_and_no_search_fails(
     rows = [json.loads(line) for line in (tmp_path / FAULTS).read_text().splitlines()]
     kind = "died" if sign is signal.SIGKILL else "hung"
     assert [(row["event"], row.get("kind")) for row in rows] == [("began", kind), ("recovered", None)]
-    assert len(notes) == 2
+    assert len(said) == 2
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
 
