@@ -21,7 +21,7 @@ def config_of(*settings: str) -> RunConfig:
 def test_another_kind_keeps_the_common_keys_and_drops_those_of_sglang() -> None:
     assert isinstance(config_of().rollout.engine, SglangConfig)
     engine = config_of("rollout.engine=transformers").rollout.engine
-    assert engine == TransformersConfig(dtype=Dtype.float32, max_running=64)
+    assert engine == TransformersConfig(dtype=Dtype.float32, max_running=64, stall_timeout_s=120.0)
     with refused("conflict", "rollout.engine.kv_cache_tokens"):
         load_config("searchr1_tiny_cpu", ["rollout.engine=transformers", "rollout.engine.kv_cache_tokens=5"])
     with refused("unknown", "rollout.engine.kind"):

@@ -130,7 +130,7 @@ def test_prefill_without_memory_fails_every_request(monkeypatch: pytest.MonkeyPa
     while here.poll():
         told.append(here.recv()[:2])
     assert told[0] == ("answer", "ready")
-    assert sorted(told[1:]) == [("error", rid) for rid in ("joins", "runs", "waits")]
+    assert sorted(one for one in told[1:] if one[0] != "beat") == [("error", rid) for rid in ("joins", "runs", "waits")]
 
 
 def test_experts_have_the_names_and_values_of_a_checkpoint(tmp_path: Path) -> None:

@@ -194,6 +194,7 @@ class HostedGroup:
     def __init__(self, name: str, hosts: Sequence[Host]) -> None:
         self.name = name
         self.ranks = hosts
+        self.finished = 0
 
     async def build(self, factory: Callable[..., Any], arguments: Sequence[tuple], timeout_s: float) -> None:  # noqa: ARG002
         ask(self.ranks, _build, [(factory, *args) for args in arguments])

@@ -106,7 +106,7 @@ class Playback:
     """Rollout group of one engine, which holds real weights and returns recorded episodes of its weight version."""
 
     def __init__(self, config: RunConfig, recording: Recording, arrivals: Arrivals, seen: Outcome) -> None:
-        self.workers = SimpleNamespace(ranks=[SimpleNamespace(name="rollout rank 0")])
+        self.workers = SimpleNamespace(ranks=[SimpleNamespace(name="rollout rank 0")], finished=0)
         self.living = {0: None}
         self.step = 0
         self.waits_for = ""
