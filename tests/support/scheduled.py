@@ -23,6 +23,7 @@ from rlsys.data.question import PromptSource, Question
 from rlsys.data.trajectory import Floats, Group, Sample, Scores, Trajectory
 from rlsys.observe.guards import Alarm
 from rlsys.observe.spans import Tracer
+from rlsys.orchestrator.membership import Members
 from rlsys.orchestrator.pipeline.grouping import finish
 from rlsys.orchestrator.pipeline.rollout_pipeline import Handlers, RolloutPipeline
 from rlsys.orchestrator.pipeline.scheduler import GroupOutcome
@@ -108,6 +109,7 @@ class Playback:
     def __init__(self, config: RunConfig, recording: Recording, arrivals: Arrivals, seen: Outcome) -> None:
         self.workers = SimpleNamespace(ranks=[SimpleNamespace(name="rollout rank 0")], finished=0)
         self.living = {0: None}
+        self.engines = SimpleNamespace(members=Members.first(1))
         self.step = 0
         self.waits_for = ""
         self.weights: dict[str, Tensor] = {}
