@@ -123,7 +123,7 @@ class Episodes(Playback):
     def __init__(self, config: RunConfig, recording: Recording, kill_switch: KillSwitch) -> None:
         super().__init__(config, recording, Arrivals(SEED), Outcome())
         self._kill_switch = kill_switch
-        self.capacity = GROUPS
+        self.capacity = self.answers = GROUPS
 
     async def run_group(self, question: Question, *_: Any) -> list[Trajectory]:
         version = self._version
