@@ -53,14 +53,21 @@ async def train(
     async with opened(config, run_dir, origin) as session:
         while True:
             try:
-                async with session.opened(origin) as run, asyncio.TaskGroup() as watch:
-                    watching = watch.create_task(run.watch())
-                    summary = await train_from(run, origin)
-                    watching.cancel()
+                # A task of its own: on Python 3.11, a TaskGroup that fails leaves its task marked as cancelled.
+                summary = await asyncio.create_task(open_and_train(session, origin))
                 break
             except Exception as error:  # noqa: BLE001 - raised again unless a worker is lost
                 origin = session.go_back(error, origin)
     write_summary(run_dir / "summary.json", summary)
+    return summary
+
+
+async def open_and_train(session: Session, origin: Origin | None) -> dict[str, Any]:
+    """Open a run at `origin`, or at its start, and train it; return the summary."""
+    async with session.opened(origin) as run, asyncio.TaskGroup() as watch:
+        watching = watch.create_task(run.watch())
+        summary = await train_from(run, origin)
+        watching.cancel()
     return summary
 
 
