@@ -99,7 +99,7 @@ async def test_a_run_goes_back_so_often_and_then_ends_with_the_error_of_the_work
     assert session.events() == ["began", "recovered"] * restarts + ["began", "given_up"]
 
 
-@pytest.mark.parametrize("error", [MISTAKE, RunError("collapsed"), asyncio.CancelledError(), KeyboardInterrupt()])
+@pytest.mark.parametrize("error", [MISTAKE, RunError("collapsed"), asyncio.CancelledError()])
 async def test_other_errors_end_the_run_at_once(error: BaseException, tmp_path: Path) -> None:
     session = Failing(tmp_path, [error], 9)
     with pytest.raises(type(error)) as ended:
