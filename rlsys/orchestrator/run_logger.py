@@ -164,8 +164,9 @@ class RunLogger:
     ) -> None:
         """Open the records in `run_dir`; with the `history` of a resumed run, continue them.
 
-        `faults` may outlive this logger; without it, the logger opens one. `cost` counts the model's operations; without it, utilisation is not logged. `decode` turns token ids into text,
-        special tokens included; without it, trajectories are not saved. `declared` explains the metrics of rows.
+        `faults` may outlive this logger; without it, the logger opens one. `cost` counts the model's operations;
+        without it, utilisation is not logged. `decode` turns token ids into text, special tokens included; without it,
+        trajectories are not saved. `declared` explains the metrics of rows.
         """
         self.config = config
         self.run_dir, self.progress = run_dir, progress

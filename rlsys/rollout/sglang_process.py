@@ -74,7 +74,7 @@ class SglangProcess:
         self._manager = self.engine.tokenizer_manager
         self._device = torch.device("cpu" if on_cpu else "cuda:0")
         """Device of the engine's first rank."""
-        self._links = [self._linked(path) for path in self._shared_memory()]
+        self._links = {self._linked(path): path for path in self._shared_memory()}
 
     def processes(self) -> list[psutil.Process]:
         """Return the schedulers and detokenizers, whose death ends generation. Raises psutil.NoSuchProcess if one is gone.
@@ -156,7 +156,7 @@ class SglangProcess:
 
     def shutdown(self) -> None:
         """Stop SGLang's processes and all other children of this process; blocks until they are gone."""
-        left = {*self._shared_memory(), *(link.readlink() for link in self._links)}  # Also of children that have died.
+        left = {*self._shared_memory(), *self._links.values()}  # Also of children that have died.
         self.engine.shutdown()
         # SGLang kills its processes without joining them; active_children joins all dead children.
         multiprocessing.active_children()
