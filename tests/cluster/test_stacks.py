@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,7 +16,15 @@ import psutil
 import pytest
 
 from rlsys.cluster import stacks
-from rlsys.cluster.stacks import DRIVER, STACKS, StackWriter, call_of, stacks_here, write_stacks
+from rlsys.cluster.stacks import (
+    DRIVER,
+    STACKS,
+    StackWriter,
+    call_of,
+    stacks_here,
+    threads_of_this_process,
+    write_stacks,
+)
 
 LOOP = "def spin():\n    while True: pass\nprint('ready', flush=True)\nspin()"
 REGISTER = "import faulthandler, signal; faulthandler.register(signal.SIGUSR1, file=2)\n"
@@ -129,6 +138,25 @@ async def test_driver_writes_its_tasks_and_calls_share_one_result(tmp_path: Path
     innermost = [line.rpartition(" in ")[2] for line in block.splitlines()[1:]]
     assert [name.rpartition(".")[2] for name in innermost] == ["wait", "inner", "outer"]
     assert "Current thread" in text
+
+
+def test_stacks_of_the_driver_have_the_main_thread_last_also_beside_many_others() -> None:
+    """faulthandler writes at most 100 threads, the newest first."""
+    over = threading.Event()
+    others = [threading.Thread(target=over.wait) for _ in range(120)]
+    for one in others:
+        one.start()
+    try:
+        text = threads_of_this_process()
+    finally:
+        over.set()
+        for one in others:
+            one.join()
+    assert text.count("(most recent call first)") > len(others)
+    *_, main = text.split("\n\n")
+    assert main.startswith(f"Current thread 0x{threading.get_ident():016x} ")
+    assert main.splitlines()[1].endswith(" in threads_of_this_process")
+    assert f'File "{__file__}"' in main.splitlines()[2]
 
 
 def test_stacks_are_returned_even_if_the_disk_is_full(tmp_path: Path) -> None:
