@@ -41,6 +41,9 @@ _COMMON = Path("/tmp")
 _PREFIX, _RAYS, _SCRATCH = "rlsys-ray-", "ray", "tmp"
 _LONGEST = f"{_PREFIX}12345678/{_RAYS}/session_2026-01-31_00-00-00_000000_4194304/sockets/plasma_store"
 """Longest socket path that Ray creates below `ray_parent()`; process ids go up to 2^22."""
+_HELPERS = ("resource_tracker", "/wandb/bin/")
+"""Parts of the command lines of multiprocessing's resource tracker and of the service of Weights & Biases, which other runs
+of this process may use, and which reports a connection that is lost."""
 STOP_S = 3.0  # Timeout for processes to exit on their own.
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # From linux/prctl.h.
 _log = logging.getLogger(__name__)
@@ -100,7 +103,7 @@ def adopt_orphans() -> None:
 
 
 def descendants() -> list[psutil.Process]:
-    """Return all child processes, recursively, except multiprocessing's resource tracker."""
+    """Return all child processes, recursively, except helpers that end with this process by themselves."""
     return [child for child in psutil.Process().children(recursive=True) if not _is_helper(child)]
 
 
@@ -115,7 +118,8 @@ def end(processes: Iterable[psutil.Process], timeout_s: float = STOP_S) -> None:
 
 def _is_helper(process: psutil.Process) -> bool:
     try:
-        return "resource_tracker" in " ".join(process.cmdline())
+        command = " ".join(process.cmdline())
+        return any(name in command for name in _HELPERS)
     except psutil.NoSuchProcess:  # Gone, or a zombie, which the caller must still reap.
         return False
 

@@ -22,6 +22,7 @@ from rlsys.cluster.local_ray import (
     INTERFACE_VARIABLES,
     MODE,
     address_here,
+    descendants,
     interface_settings,
     promised_port,
     ray_folder,
@@ -230,3 +231,13 @@ def test_promised_port_is_kept_for_its_listener() -> None:
         assert dist.TCPStore("127.0.0.1", port, 1).get("here") == b"1"
         with pytest.raises(dist.DistNetworkError, match="already in use"):
             dist.TCPStore("127.0.0.1", port, 1, is_master=True)
+
+
+@pytest.mark.parametrize(("name", "counts"), [("/x/wandb/bin/wandb-core", False), ("/x/wandb-core", True)])
+def test_service_of_wandb_is_left_to_end_by_itself(name: str, counts: bool) -> None:
+    command = [sys.executable, "-c", "import sys; print(flush=True); sys.stdin.read()", name]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        assert (process.pid in {one.pid for one in descendants()}) is counts
+        process.communicate()
