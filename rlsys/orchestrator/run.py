@@ -347,7 +347,7 @@ def ready_to_start(config: RunConfig, note: Callable[[str], None]) -> tuple[Path
 
 
 class Session:
-    """What a run keeps when it goes back to a checkpoint: its folder, processes, search server and rewards."""
+    """Holds what outlasts a return to a checkpoint: the run's folder, processes, search server and rewards."""
 
     def __init__(
         self,

@@ -31,7 +31,7 @@ _PROVIDERS = {
     "training": "actor",
     **dict.fromkeys(("weight sync", "activation", "the previous activation"), "sync"),
 }
-"""What a stage waits for -> worker group that provides it."""
+"""Cause of a wait -> worker group that ends it."""
 
 
 def stall_limit_s(config: RunConfig) -> float:
