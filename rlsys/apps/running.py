@@ -45,7 +45,7 @@ def supervise(command: Sequence[str], restarts: Restarts, note: Callable[[str], 
     """Run `command`, and run it again whenever a signal kills it, as often as `restarts` allows; return its exit status.
 
     Call it from the main thread. Ctrl-C, SIGTERM and SIGHUP go to the command, which is then not run again. All processes
-    that a killed command leaves are ended. The command ends with this process. `KILLED_BY` in its environment names the
+    that the command leaves are ended. The command ends with this process. `KILLED_BY` in its environment names the
     signal that killed the command before it; it is empty at first.
     """
     received: list[int] = []
@@ -67,9 +67,9 @@ def supervise(command: Sequence[str], restarts: Restarts, note: Callable[[str], 
         if received:
             child.send_signal(received[-1])
         status = child.wait()
+        end(descendants())
         if status >= 0:
             return status
-        end(descendants())
         reason = signal.Signals(-status).name
         if received or not restarts.take():
             return 128 - status

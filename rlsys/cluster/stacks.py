@@ -6,8 +6,9 @@
 
 A process belongs to the run if its stderr is a file in the run's `logs`: workers, SGLang's processes and the search
 server, on any machine. Each of them writes its stacks to stderr on `SIGNAL` (`faulthandler.register`), also while it is
-blocked in native code or computes in an endless loop. A process that cannot, because it is stopped or has registered no
-handler, gets a file with its state and the kernel function that it waits in. `dump` never fails or blocks for long.
+blocked in native code or computes in an endless loop; faulthandler leaves out the oldest of more than 100 threads. A
+process that cannot, because it is stopped or has registered no handler, gets a file with its state and the kernel function
+that it waits in. `dump` never fails or blocks for long.
 """
 
 from __future__ import annotations
@@ -147,7 +148,7 @@ def call_of(text: str) -> str | None:
 def threads_of_this_process() -> str:
     """Return the stacks of all threads of this process, the main thread last.
 
-    In the form of faulthandler, which leaves out the oldest of more than 100 threads.
+    In the form of faulthandler, without its limit.
     """
     main, own, stacks = threading.main_thread().ident, threading.get_ident(), sys._current_frames()
     parts = [f"process {os.getpid()} (driver)\n"]

@@ -113,7 +113,7 @@ class WorkerGroup:
         stacks: StackWriter | None = None,
         start: Callable[[int], Rank] | None = None,
     ) -> None:
-        """`start` starts the process of a rank, for `restart` and `relaunch`."""
+        """`start` starts the process of a rank, for `restart`."""
         self.name = name
         self.ranks = tuple(ranks)
         self.finished = 0
@@ -159,19 +159,13 @@ class WorkerGroup:
         ranks = [start(number) for number in range(len(seats))]
         return cls(name, ranks, cluster.call_timeout_s, stage_limits(cluster), stacks, start)
 
-    async def relaunch(self, index: int, factory: Callable[..., Any], arguments: tuple, timeout_s: float) -> None:
-        """Start the process of a rank that was killed again, on the same devices, and create its worker."""
-        if self._start is None:
-            raise RuntimeError(f"The processes of group {self.name} cannot be started again.")
-        rank = self._start(index)
-        self.ranks = (*self.ranks[:index], rank, *self.ranks[index + 1 :])
-        ref = rank.handle.build.remote(factory, *arguments)
-        await self._gather([ref], "to start", timeout_s, [rank])
-
-    async def build(self, factory: Callable[..., Any], arguments: Sequence[tuple], timeout_s: float) -> None:
-        """Create each rank's worker in its process: `factory(*arguments[rank])`."""
-        refs = [rank.handle.build.remote(factory, *args) for rank, args in zip(self.ranks, arguments, strict=True)]
-        await self._gather(refs, "to start", timeout_s)
+    async def build(
+        self, factory: Callable[..., Any], arguments: Sequence[tuple], timeout_s: float, only: int | None = None
+    ) -> None:
+        """Create each rank's worker in its process: `factory(*arguments[rank])`. `only` selects one rank."""
+        ranks = self.ranks if only is None else (self.ranks[only],)
+        refs = [rank.handle.build.remote(factory, *args) for rank, args in zip(ranks, arguments, strict=True)]
+        await self._gather(refs, "to start", timeout_s, ranks)
 
     async def free_address(self, timeout_s: float) -> tuple[str, int]:
         """Return host and a free port of rank 0, for the rendezvous of torch.distributed."""
@@ -212,12 +206,16 @@ class WorkerGroup:
         for rank in self.ranks:
             self.kill_rank(rank.number)
 
-    def restart(self) -> None:
-        """Kill every worker process, and start one without a worker on the same devices in place of each."""
+    def restart(self, only: int | None = None) -> None:
+        """Kill every worker process, and start one without a worker on the same devices in place of each. `only` selects
+        one rank."""
         if self._start is None:
             raise RuntimeError(f"The processes of group {self.name} cannot be started again.")
-        self.kill()
-        self.ranks = tuple(map(self._start, range(len(self.ranks))))
+        new = list(self.ranks)
+        for index in range(len(new)) if only is None else (only,):
+            self.kill_rank(index)
+            new[index] = self._start(index)
+        self.ranks = tuple(new)
 
     def kill_rank(self, index: int) -> None:
         """Kill one worker process at once; calls to it in flight raise RankDied."""

@@ -74,6 +74,7 @@ from rlsys.orchestrator.supervisor import Supervisor
 from rlsys.orchestrator.watchdog import blocking, ending_if_blocked, stall_limit_s, until_stalled
 from rlsys.orchestrator.weight_sync import SYNC_METRICS, WeightSync
 from rlsys.orchestrator.worker_groups import (
+    MEGATRON,
     STOP_TIMEOUT_S,
     UPDATE_METRICS,
     ActorGroup,
@@ -118,8 +119,6 @@ METRIC_TABLES: Mapping[str, Sequence[Metric]] = {
 
 POLL_S = 1.0
 """Interval at which `watch_engines` polls the engines."""
-MEGATRON = ("actor", "critic", "inference")
-"""Groups of Megatron processes."""
 _KEEPS = "waits for trajectories to be written"
 
 
@@ -358,8 +357,10 @@ class Session:
         rewards: Rewards,
         search: SearchOutages,
         workers: Mapping[str, WorkerGroup],
+        done: int = 0,
     ) -> None:
-        """`config` has the address of the search server. `workers` are processes by group, at first without workers."""
+        """`config` has the address of the search server. `workers` are processes by group, at first without workers. `done`
+        is the step after which the run resumes."""
         self.config, self.run_dir, self.progress, self.faults = config, run_dir, progress, faults
         self.rewards, self.search, self.workers = rewards, search, workers
         self._restarts, self._engine_restarts = Restarts(config.cluster), Restarts(config.cluster)
@@ -367,6 +368,7 @@ class Session:
         """Engine -> its fault that is not over."""
         self._engines: EnginePool | None = None
         """Engines as the last run has left them."""
+        faults.step = done
         killed_by = os.environ.get(KILLED_BY)
         self._fault = faults.begin("driver", FaultKind.died, f"It was killed by {killed_by}.") if killed_by else None
         """Fault from which the run has not recovered yet."""
@@ -435,7 +437,8 @@ class Session:
         log = RunLogger(config, self.run_dir, self.progress, cost, history, decode, declared, self.faults)
         if origin is None:
             self._at_start = self._at_start or log.history(0)
-        self.progress.update(step=history.step if history else 0)
+        self.faults.step = history.step if history else 0
+        self.progress.update(step=self.faults.step)
         return log
 
     def ready(self, step: int) -> None:
@@ -533,7 +536,8 @@ async def open_session(config: RunConfig, run_dir: Path, origin: Origin | None =
         outages = SearchOutages(search, Restarts(config.cluster), faults)
         stack.push_async_callback(outages.close)
         workers = await stack.enter_async_context(started_groups(config, run_dir / "logs"))
-        yield Session(replace(config, search=search.search), run_dir, progress, faults, rewards, outages, workers)
+        done = origin.state.step if origin else 0
+        yield Session(replace(config, search=search.search), run_dir, progress, faults, rewards, outages, workers, done)
 
 
 def _groups(

@@ -140,7 +140,7 @@ class SearchOutages:
         try:
             await self._serving.require(retries=0)
         except RunError as problem:
-            _log.warning("a search failed: %s", cause)
+            _log.info("a search failed: %s", cause)
             await self._outlast(await self._kind(), problem)
             return True
         return False

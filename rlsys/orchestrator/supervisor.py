@@ -22,6 +22,7 @@ from rlsys.observe.faults import Fault, FaultKind, FaultLog, Outcome, Restarts
 from rlsys.orchestrator.engine_pool import EnginePool, Newcomer
 from rlsys.orchestrator.membership import Member, Members, Standing
 from rlsys.orchestrator.weight_sync import WeightSync
+from rlsys.orchestrator.worker_groups import MEGATRON
 from rlsys.rollout.agent.episode import EngineActivity
 
 
@@ -120,7 +121,8 @@ class Supervisor:
             detail = f"{why.rstrip('.')}; {groups} prompt groups are run again."
             self._unrecovered[one.engine] = self._faults.begin(f"engine {one.engine}", kind, detail)
         if not returns:
-            self._end(one, Outcome.given_up, f"no restart is left: {why}")
+            reason = "no restart is left" if self._restarts else "the engines of a colocated run are not started again"
+            self._end(one, Outcome.given_up, f"{reason}: {why}")
         return returns
 
     def _end(self, one: Member, outcome: Outcome, detail: str) -> None:
@@ -129,12 +131,17 @@ class Supervisor:
             self._faults.end(fault, outcome, detail)
 
     async def _restart(self, one: Member) -> None:
-        """Start a new member and admit it with the current weights; a failure is another loss of its engine."""
+        """Start a new member and admit it with the current weights; a failure is another loss of its engine.
+
+        Raises RankDied if the sender of the weights dies.
+        """
         try:
             await self._start(one)
             self._engines.change(self._engines.members.started(one))
             version = await self.sync.catch_up(Newcomer(self._engines, one))
         except (RunError, UserError) as problem:
+            if isinstance(problem, RankDied) and problem.name.startswith(MEGATRON):
+                raise  # The sender has died: the run goes back to its last checkpoint, and the engine is not to blame.
             self._engines.lost(one, problem)
         else:
             self._end(one, Outcome.recovered, f"started again; it has verified version {version}")

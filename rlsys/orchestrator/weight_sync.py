@@ -227,21 +227,16 @@ class WeightSync:
     async def catch_up(self, receiver: WeightReceiver) -> int:
         """Send the last pushed version to `receiver` alone, which switches to it at once; return the version.
 
-        Blocks until the first push has ended, and while the actor trains if no other group has the version. Raises
-        PeerLost or RankDied if the receiver dies, RunError if it refuses the version or if no push ends in time.
+        Blocks until the first push has ended, and while the actor is within a step if no other group has the version: the
+        limits of the step's calls end this wait. Raises PeerLost or RankDied if the receiver or the sender dies, RunError
+        if the receiver refuses the version.
         """
         while True:
             push_ended = self._push_ended
             async with self._sending:
                 if self._pushed is not None and await self._resend(receiver, self._pushed):
                     return self._pushed.version
-            try:
-                await asyncio.wait_for(push_ended.wait(), self._cluster.call_timeout_s)
-            except TimeoutError:
-                raise RunError(
-                    f"waited {self._cluster.call_timeout_s:.0f} s for weights to send to {receiver.workers.name}: the actor "
-                    "is within a step, and no other group has the last version."
-                ) from None
+            await push_ended.wait()
 
     async def _resend(self, receiver: WeightReceiver, pushed: SyncReport) -> bool:
         """Send the version `pushed` to `receiver`; return False if the sender has other weights by now."""

@@ -76,6 +76,8 @@ UPDATE_METRICS = (
     Metric("critic/grad_norm", "1", "gradient norm before clipping", "S"),
     Metric("critic/lr", "1", "learning rate", "S"),
 )
+MEGATRON = ("actor", "critic", "inference")
+"""Groups of Megatron processes."""
 STOP_TIMEOUT_S = 30.0
 
 
@@ -176,7 +178,9 @@ async def _build(name: str, group: WorkerGroup, config: RunConfig, done: int) ->
 async def restart_engine(group: WorkerGroup, member: Member, config: RunConfig, done: int = 0) -> None:
     """Start the process of an engine again, with a seed that no other engine of this process has had."""
     seed = config.trainer.seed + done * len(group.ranks) + member.life
-    await group.relaunch(member.engine, _rollout_worker, (config, seed), config.rollout.engine.start_timeout_s)
+    group.restart(member.engine)
+    start_timeout_s = config.rollout.engine.start_timeout_s
+    await group.build(_rollout_worker, [(config, seed)], start_timeout_s, member.engine)
 
 
 def holdings(config: RunConfig) -> dict[str, list[tuple[int, ...]]]:

@@ -145,7 +145,8 @@ async def test_rank_that_was_killed_starts_again_on_its_devices(
         group.kill_rank(1)
         with pytest.raises(RankDied):
             await _call_until_it_fails(group)
-        await group.relaunch(1, Toy, (7,), 300)
+        group.restart(1)
+        await group.build(Toy, [(7,)], 300, 1)
         assert group.ranks[0] is other
         assert group.ranks[1] is not former
         assert (group.ranks[1].name, group.ranks[1].log) == (former.name, former.log)

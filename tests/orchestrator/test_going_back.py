@@ -17,7 +17,7 @@ from rich.console import Console
 from rlsys.cluster.worker_group import RankDied, RankSilent
 from rlsys.config.schema import ClusterConfig, RunConfig
 from rlsys.errors import PeerLost, RunError, UserError
-from rlsys.observe.faults import FAULTS, FaultLog
+from rlsys.observe.faults import FAULTS, KILLED_BY, FaultLog
 from rlsys.observe.status import Progress
 from rlsys.orchestrator.engine_pool import NoEngineLeft
 from rlsys.orchestrator.resume import Origin
@@ -52,12 +52,14 @@ def test_a_run_goes_back_only_if_a_megatron_process_is_lost(error: BaseException
 class Failing(Session):
     """A session whose run fails with one error after the other, and then ends well."""
 
-    def __init__(self, path: Path, errors: list[BaseException], restarts: int, *, opens: bool = True) -> None:
+    def __init__(
+        self, path: Path, errors: list[BaseException], restarts: int, *, opens: bool = True, done: int = 0
+    ) -> None:
         self.killed = 0
         workers = dict.fromkeys(("rollout", "actor"), SimpleNamespace(kill=self._count))
         workers["rollout"] = SimpleNamespace(kill=self._refuse)
         config = RunConfig(output_dir=str(path), cluster=ClusterConfig(restarts=restarts))
-        parts: dict[str, Any] = {"rewards": None, "search": None, "workers": workers}
+        parts: dict[str, Any] = {"rewards": None, "search": None, "workers": workers, "done": done}
         super().__init__(config, path, Progress(Console(file=io.StringIO())), FaultLog(path / FAULTS), **parts)
         self._errors, self._opens = errors, opens
 
@@ -84,8 +86,11 @@ class Failing(Session):
 
         await train(self.config, self.run_dir, None, opened)
 
+    def rows(self) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in (self.run_dir / FAULTS).read_text().splitlines()]
+
     def events(self) -> list[str]:
-        return [json.loads(line)["event"] for line in (self.run_dir / FAULTS).read_text().splitlines()]
+        return [row["event"] for row in self.rows()]
 
 
 @pytest.mark.parametrize("restarts", [0, 1, 2])
@@ -107,6 +112,15 @@ async def test_other_errors_end_the_run_at_once(error: BaseException, tmp_path: 
     assert ended.value is error
     assert session.killed == 0
     assert (tmp_path / FAULTS).read_text() == ""
+
+
+def test_faults_of_a_resumed_run_have_its_step_before_its_first_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(KILLED_BY, "SIGKILL")
+    session = Failing(tmp_path, [], 0, done=5)
+    session.ready(5)
+    assert [(row["event"], row["step"]) for row in session.rows()] == [("began", 5), ("recovered", 5)]
 
 
 async def test_a_run_that_was_never_open_does_not_begin_again(tmp_path: Path) -> None:

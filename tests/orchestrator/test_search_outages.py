@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -153,7 +154,9 @@ async def asked_later(setting: Setting, number: int, delay_s: float) -> list[Fin
 
 @pytest.mark.parametrize("cut", [False, True])
 @virtually
-async def test_no_group_keeps_a_search_of_an_outage_and_the_run_says_why_it_pauses(tmp_path: Path, cut: bool) -> None:
+async def test_no_group_keeps_a_search_of_an_outage_and_the_run_says_why_it_pauses(
+    tmp_path: Path, cut: bool, caplog: pytest.LogCaptureFixture
+) -> None:
     server = Server(failures=[("died", 120.0, 400.0)])
     async with running(server, tmp_path, cut=cut) as run:
         late = asyncio.get_running_loop().create_task(asked_later(run, 12, 250.0))
@@ -168,6 +171,7 @@ async def test_no_group_keeps_a_search_of_an_outage_and_the_run_says_why_it_paus
         assert 120.0 <= began["time"] <= 120.0 + EPISODES_S + RETRIES_S
         assert 400.0 <= ended["time"] <= 400.0 + LAST_PAUSE_S
         assert len(run.said) == 2, "one line when it begins, and one when it ends"
+        assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
         assert [stage for stage, text in run.shown if text.startswith(status.WAIT_PREFIX)] == ["search"]
         assert run.shown[-1] == ("search", "")
         assert run.outages.count == 1

@@ -35,7 +35,7 @@ class Worker:
     """Process of one engine, with its running groups and a log of its calls."""
 
     def __init__(self, number: int) -> None:
-        self.number = number
+        self.number, self.name = number, f"rollout rank {number}"
         self.alive = True
         self.silent = False
         self.unreachable = False

@@ -9,7 +9,6 @@ from types import SimpleNamespace
 from typing import Any
 
 from rlsys.errors import PeerLost
-from rlsys.orchestrator.membership import Member
 from rlsys.weights.transport import BucketHandle
 from tests.orchestrator.groups.engines import Engines, Worker
 from tests.support.virtual_time import now
@@ -66,8 +65,6 @@ class Simulation(Engines):
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
         super().__init__(self.random.randint(1, 5), lambda *_: self.random.choice([0, self.random.uniform(0, 3)]))
-        for worker in self.ranks:
-            self._name(worker)
         self.name = "rollout"
         self.quiet = self.random.random() < 0.5
         self.links: list[Broadcast] = []
@@ -90,20 +87,12 @@ class Simulation(Engines):
         self.links.append(link)
         return link
 
-    @staticmethod
-    def _name(worker: Worker) -> None:
-        worker.name = f"rollout rank {worker.number}"  # type: ignore[attr-defined]
-
-    async def restart(self, member: Member) -> None:
-        await super().restart(member)
-        self._name(self.ranks[member.engine])
-
     def end(self, worker: Worker) -> None:
         if worker.alive:
             self.last_death = now()
         worker.end()
         for link in self.links:
-            link.lose(worker.name)  # type: ignore[attr-defined]
+            link.lose(worker.name)
 
     async def _meet_all(self, number: int) -> None:
         link = self.links[-1]
