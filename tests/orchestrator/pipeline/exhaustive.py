@@ -16,6 +16,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import count
 from typing import Any
 
 from tests.orchestrator.pipeline.fingerprint import Fingerprint
@@ -23,6 +24,8 @@ from tests.orchestrator.pipeline.script import Script
 from tests.orchestrator.pipeline.simulation import Moment, Parts, Simulation, live
 from tests.support.virtual_time import HangError, VirtualLoop
 
+NEVER_S = 100.0
+"""Seconds from which on a timer is the limit of a wait. All calls take 1 s."""
 END = -1
 """Number of the state in which a run has ended."""
 
@@ -149,18 +152,22 @@ class ChoiceLoop(VirtualLoop):
         self.turns_left = 1000
         """Turns in which the tasks of a run that is not continued may end."""
         self.tasks: list[asyncio.Task[Any]] = []
+        self.numbers = count()
         self.set_task_factory(_numbered)
 
     def time(self) -> float:
         return 0.0
 
+    def create_future(self) -> asyncio.Future[Any]:
+        return _Future(next(self.numbers), loop=self)
+
     def call_at(self, when: float, callback: Any, *args: Any, context: Any = None) -> asyncio.TimerHandle:
-        """Keep the timer for the search, unless it is due at once."""
+        """Keep the timer for the search, unless it is due at once, or a limit that no call of a simulation reaches."""
         timer = asyncio.TimerHandle(when, callback, args, self, context)
         if when <= 0:
             self.call_soon(timer._run)
-            return timer
-        self.timers.append(timer)
+        elif when < NEVER_S:
+            self.timers.append(timer)
         return timer
 
     def _choose(self) -> None:
@@ -181,10 +188,12 @@ class ChoiceLoop(VirtualLoop):
                 if not ready:
                     self.simulation.check_idle()
                 self.search.reach((self.simulation, ready), self.timers)
-            chosen = self.search.choose(len(self.timers) + bool(ready))
-            if chosen == len(self.timers):
+            next_ones = _different(self.timers)
+            chosen = self.search.choose(len(next_ones) + bool(ready))
+            if chosen == len(next_ones):
                 return
-            self.call_soon(self.timers.pop(chosen)._run)
+            self.timers.remove(next_ones[chosen])
+            self.call_soon(next_ones[chosen]._run)
             if not self.search.every_turn:
                 return
 
@@ -207,8 +216,39 @@ class ChoiceLoop(VirtualLoop):
             raise HangError
 
 
+def _different(timers: Sequence[asyncio.TimerHandle]) -> list[asyncio.TimerHandle]:
+    """Return the first of each set of timers that do the same."""
+    found: list[asyncio.TimerHandle] = []
+    for timer in timers:
+        if not any(timer._callback == one._callback and timer._args == one._args for one in found):
+            found.append(timer)
+    return found
+
+
+class _Future(asyncio.Future[Any]):
+    """Future with a place in the order of creation, so that sets of futures have an order that a run repeats."""
+
+    def __init__(self, number: int, **options: Any) -> None:
+        self.number = number
+        super().__init__(**options)
+
+    def __hash__(self) -> int:
+        return self.number
+
+
+class _Task(asyncio.Task[Any]):
+    """Task with a place in the order of creation, as in `_Future`."""
+
+    def __init__(self, number: int, *coro: Any, **options: Any) -> None:
+        self.number = number
+        super().__init__(*coro, **options)
+
+    def __hash__(self) -> int:
+        return self.number
+
+
 def _numbered(loop: ChoiceLoop, coro: Coroutine[Any, Any, Any], **options: Any) -> asyncio.Task[Any]:
-    task = asyncio.Task(coro, loop=loop, name=f"{len(loop.tasks):06}", **options)
+    task = _Task(next(loop.numbers), coro, loop=loop, **options)
     loop.tasks.append(task)
     return task
 

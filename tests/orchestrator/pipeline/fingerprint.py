@@ -17,13 +17,19 @@ from contextvars import Context
 from enum import Enum
 from hashlib import blake2b
 from itertools import chain
+from pathlib import PurePath
 from typing import Any
 
 import numpy as np
 
+from rlsys.config.schema import ClusterConfig, RunConfig
 from rlsys.data.question import Question
 from rlsys.data.trajectory import Sample, Trajectory
+from rlsys.observe.spans import Tracer
+from rlsys.orchestrator.engine_pool import EngineCalls, EnginePool
 from rlsys.orchestrator.pipeline.scheduler import StalenessScheduler
+from rlsys.orchestrator.supervisor import Supervisor
+from rlsys.orchestrator.weight_sync import SyncReport
 from tests.orchestrator.pipeline.script import Script
 from tests.orchestrator.pipeline.watched import Record
 
@@ -38,9 +44,15 @@ LEFT_OUT: tuple[tuple[type, frozenset[str]], ...] = (
         ),
     ),
     (StalenessScheduler, frozenset({"_ended", "record"})),
+    (EnginePool, frozenset({"_counts", "_episodes"})),
+    (EngineCalls, frozenset({"last_error"})),
+    (Supervisor, frozenset({"_unrecovered", "_heartbeats"})),
 )
-_CONSTANTS = (Script, asyncio.AbstractEventLoop, types.ModuleType, types.CodeType, types.FrameType, type, Context)
-_ATOMS = (type(None), bool, int, float, str, bytes)
+_CONSTANTS = (
+    *(Script, RunConfig, ClusterConfig, Tracer, PurePath),
+    *(asyncio.AbstractEventLoop, types.ModuleType, types.CodeType, types.FrameType, type, Context),
+)
+_ATOMS = frozenset({type(None), bool, int, float, str, bytes})
 
 
 class Fingerprint:
@@ -74,12 +86,6 @@ class Fingerprint:
         if kind in _ATOMS:
             self._found.append(one)
             return
-        if isinstance(one, Enum):
-            self._found.append(one.name)
-            return
-        if isinstance(one, _CONSTANTS):
-            self._found.append(kind.__name__)
-            return
         number = self._known.get(id(one))
         if number is not None:
             self._found.append((number,))
@@ -112,8 +118,8 @@ class Fingerprint:
         self._found += ["counts", sorted((repr(key), value) for key, value in one.items() if value)]
 
     def unordered(self, one: Iterable[Any]) -> None:
-        """Sets of tasks are walked in the order in which the tasks were created."""
-        ordered = sorted(one, key=lambda item: item.get_name() if isinstance(item, asyncio.Task) else repr(item))
+        """Sets of tasks and futures are walked in the order in which these were created."""
+        ordered = sorted(one, key=lambda item: item.number if isinstance(item, asyncio.Future) else repr(item))
         self._found.append("set")
         self._all(ordered)
 
@@ -127,6 +133,10 @@ class Fingerprint:
 
     def question(self, one: Question) -> None:
         self._found.append(one.uid)
+
+    def report(self, one: SyncReport) -> None:
+        """The times of a transfer decide nothing."""
+        self._found += ["report", one.version, one.digest]
 
     def array(self, one: np.ndarray) -> None:
         self._found += [one.shape, one.tobytes()]
@@ -169,13 +179,24 @@ class Fingerprint:
         self._found += ["coroutine", one.__qualname__, None if frame is None else frame.f_lasti]
         if frame is not None:
             code = frame.f_code
-            own = [found for found in gc.get_referents(one) if getattr(found, "__code__", None) is not code]
+            # Numbers of this kind are constants or times of the wall clock, on which no choice depends.
+            own = [
+                found
+                for found in gc.get_referents(one)
+                if getattr(found, "__code__", None) is not code and type(found) is not float
+            ]
             self._all(own)
 
     def referents(self, one: Any) -> None:
         """Walk an object of C, for example the wakeup of a task."""
         self._found.append(type(one).__name__)
         self._all(gc.get_referents(one))
+
+    def constant(self, one: Any) -> None:
+        self._found.append(type(one).__name__)
+
+    def member(self, one: Enum) -> None:
+        self._found.append(one.name)
 
     def error(self, one: BaseException) -> None:
         self._found.append(repr(one))
@@ -215,6 +236,8 @@ def _left_out(kind: type) -> frozenset[str]:
 Walk = Callable[[Fingerprint, Any], None]
 _WALKS: dict[type, Walk] = {}
 _BY_BASE: tuple[tuple[Any, Walk], ...] = (
+    (Enum, Fingerprint.member),
+    (_CONSTANTS, Fingerprint.constant),
     ((tuple, list), Fingerprint.sequence),
     (Counter, Fingerprint.counts),
     (dict, Fingerprint.mapping),
@@ -229,6 +252,7 @@ _BY_BASE: tuple[tuple[Any, Walk], ...] = (
     (Sample, Fingerprint.sample),
     (Trajectory, Fingerprint.trajectory),
     (Question, Fingerprint.question),
+    (SyncReport, Fingerprint.report),
     (np.ndarray, Fingerprint.array),
     (BaseException, Fingerprint.error),
 )

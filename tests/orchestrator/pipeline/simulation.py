@@ -26,6 +26,7 @@ from rlsys.orchestrator.pipeline.rollout_pipeline import (
 )
 from rlsys.orchestrator.pipeline.scheduler import DropReason, StalenessScheduler
 from rlsys.orchestrator.pipeline.training_step import MiniBatches, learn
+from tests.orchestrator.pipeline.pooled import PooledEngines
 from tests.orchestrator.pipeline.script import Script
 from tests.orchestrator.pipeline.watched import LEARNERS, Breach, Failure, Property, Record, watched
 from tests.orchestrator.pipeline.workers import Devices, Engines, Handling, Learner, Scorer
@@ -86,7 +87,7 @@ class Simulation:
         """True if the run ended because no engine was left."""
         self.questions = [question(number) for number in range(script.questions)]
         self.prompts = parts.prompts(self.questions, 0, saved.state.prompts if saved else None)
-        self.engines = Engines(script, record)
+        self.engines = PooledEngines(script, record) if script.pooled else Engines(script, record)
         self.learners = {name: Learner(name, script, record) for name in LEARNERS}
         self.devices = Devices(script, record)
         self.scheduler = watched(parts.scheduler)(
@@ -139,6 +140,7 @@ class Simulation:
         async with asyncio.TaskGroup() as background:
             if version > self.scheduler.published:
                 self.pipeline.publish(version)
+            watching = await self._engines_begin(version, background)
             background.create_task(self._flow())
             if script.ending == "stop":
                 asyncio.get_running_loop().call_at(script.end_at, self._stop)
@@ -149,14 +151,26 @@ class Simulation:
                 await learn(self.pipeline, learners, self.devices, cut)
                 await self._save_if_due(step, published=False)
                 await self.devices.onload("actor", "inference")
-                await script.pause("update")
                 if switched is not None:
                     await switched
+                await self.engines.push(step)
                 switched = background.create_task(self._switch(step))
                 if script.max_staleness == 0:
                     await switched
                 await self._save_if_due(step, published=True)
             self._stop()
+            if watching:
+                watching.cancel()
+
+    async def _engines_begin(self, version: int, background: asyncio.TaskGroup) -> asyncio.Task[None] | None:
+        """Open the engine pool, if there is one, and send its first weights; return the task that starts engines again."""
+        if not isinstance(self.engines, PooledEngines):
+            return None
+        self.engines.open(self.pipeline.wake)
+        watching = background.create_task(self.engines.watch())
+        await self.engines.push(version)
+        await self.engines.switch(version)
+        return watching
 
     async def _save_if_due(self, steps: int, *, published: bool) -> None:
         moment = self._moment
@@ -195,7 +209,7 @@ class Simulation:
     def check_idle(self) -> None:
         """Check, whenever all tasks wait for time to pass, that no stage waits although it has work."""
         record, waits = self.record, self.record.states
-        if record.over or not waits:
+        if record.over or "rollout" not in waits:  # The pipeline has not begun.
             return
         record.hold(Property.unschedulable, not self.scheduler.unschedulable())
         may_roll = bool(record.again) or self.scheduler.may_admit()
@@ -250,7 +264,7 @@ def live(simulation: Simulation, runner: Runner = _virtually) -> None:
     except ExceptionGroup as group:
         error = record.broken or root_cause(group)
         stopped = script.ending == "stop" and record.over and isinstance(error, RuntimeError)
-        if isinstance(error, NoEngineLeft) and not simulation.engines.router.members.living:
+        if isinstance(error, NoEngineLeft) and not simulation.engines.members.living:
             simulation.ended_early = True
         elif not stopped and not isinstance(error, Failure):
             raise error from None

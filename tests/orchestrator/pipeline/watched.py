@@ -49,6 +49,7 @@ class Property(StrEnum):
     order = "groups are scored in the order in which they became ready, and trained in the order of the policy"
     waited = "no group is trained more steps after it became ready than allowed"
     replaced = "no more groups without spread are replaced in a step than allowed"
+    pushed = "an engine uses only whole weights that were pushed as its version"
     resumed = "a resumed run goes on with every prompt group from what was begun of it, before it begins others"
 
 
@@ -241,6 +242,10 @@ class Record:
         updates = self._updates[learner]
         self.hold(Property.step, self.over or len(updates[-1]) == self.script.sizes[len(updates) - 1], updates)
         updates.append(set())
+
+    def updated(self, learner: str) -> int:
+        """Return the number of optimiser steps in the current step."""
+        return len(self._updates[learner]) - 1
 
     def close(self) -> None:
         """Log that the current step is closed."""

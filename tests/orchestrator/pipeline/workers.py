@@ -54,18 +54,22 @@ def partial_episode(uid: str, sample: int, versions: tuple[int, ...]) -> Partial
 
 
 @dataclass(eq=False)
-class _Engine:
+class Engine:
     number: int
     version: int = 0
     updating: bool = False
     alive: bool = True
-    plays: dict[_Play, None] = field(default_factory=dict)
+    plays: dict[Play, None] = field(default_factory=dict)
     """Groups in the order in which they began; an ordered set, so that a run can be repeated."""
-    held_back: list[_Play] = field(default_factory=list)
+    held_back: list[Play] = field(default_factory=list)
+
+    @property
+    def name(self) -> str:
+        return f"rollout rank {self.number}"
 
 
 @dataclass(eq=False)
-class _Play:
+class Play:
     """A group that plays on an engine; `versions` has the versions of each turn that was begun on this engine.
 
     A turn has several versions if the engine switched within it.
@@ -73,12 +77,14 @@ class _Play:
 
     number: int
     question: Question
-    engine: _Engine
+    engine: Engine
     turns: int
     lengths: Sequence[int]
     """Number of turns of each episode on this engine; 0 if the episode had ended before."""
     before: Mapping[int, EpisodeProgress]
     """Sample -> progress from another engine."""
+    key: str = ""
+    """Key of the group in the engine pool, if there is one."""
     versions: list[tuple[int, ...]] = field(default_factory=list)
     aborted: bool = False
 
@@ -123,14 +129,19 @@ class Engines(_Worker):
     def __init__(self, script: Script, record: Record) -> None:
         super().__init__(script, record)
         self.router = Router(Members.first(script.engines), script.slots)
-        self._engines = [_Engine(number, record.version) for number in range(script.engines)]
+        self._engines = [Engine(number, record.version) for number in range(script.engines)]
         self._answers: dict[int, asyncio.Future[list[Trajectory]]] = {}
         self._changed = asyncio.Event()
 
     @property
+    def members(self) -> Members:
+        """Engines that are in use."""
+        return self.router.members
+
+    @property
     def capacity(self) -> int:
         """Number of groups that the living engines can run at the same time."""
-        return self.script.room * len(self.router.members.living)
+        return self.script.room * len(self.members.living)
 
     async def run_group(
         self, question: Question, number: int, begun: Sequence[EpisodeProgress] = ()
@@ -172,6 +183,10 @@ class Engines(_Worker):
             found |= said
         return found
 
+    async def push(self, version: int) -> None:  # noqa: ARG002
+        """Send `version` to all engines, which keep what they use."""
+        await self.script.pause("update")
+
     async def switch(self, version: int) -> None:
         """Switch every engine to `version`, each at its own time."""
         self.router.update(self.router.members.raise_to(version))
@@ -184,13 +199,15 @@ class Engines(_Worker):
         members = self.router.members
         if number not in members.of_engine or (len(members.living) == 1 and not self.script.last_may_die):
             return
-        engine = self._engines[number]
-        engine.alive = False
         orphans = self.router.update(members.remove(members.of_engine[number]))
         for key in orphans.retry:
             self._fail(int(key), EngineDied(f"engine {number}"))
         for key, reason in orphans.lost.items():
             self._fail(int(key), GroupLost(key, LostReason.engine_died, reason))
+        self._die(self._engines[number])
+
+    def _die(self, engine: Engine) -> None:
+        engine.alive = False
         if self.script.chance(0.5):
             for play in [*engine.plays]:
                 self._end(play)
@@ -202,29 +219,29 @@ class Engines(_Worker):
             self._changed.clear()
             await self._changed.wait()
 
-    async def _engine_of(self, key: str) -> _Engine:
+    async def _engine_of(self, key: str) -> Engine:
         await self._until(lambda: self.router.assign(key, self.script.samples) is not None)
         one = self.router.assign(key, self.script.samples)
         assert one is not None
         return self._engines[one.engine]
 
-    def _play(self, number: int, question: Question, begun: Sequence[EpisodeProgress], engine: _Engine) -> _Play:
+    def _play(self, number: int, question: Question, begun: Sequence[EpisodeProgress], engine: Engine) -> Play:
         rng = self.script.rng
         turns, before = rng.randint(1, self.script.turns), {one.sample: one for one in begun}
         lengths = [
             0 if isinstance(before.get(sample), Trajectory) else rng.choice([turns, rng.randint(0, turns)])
             for sample in range(self.script.samples)
         ]
-        return _Play(number, question, engine, turns, lengths, before)
+        return Play(number, question, engine, turns, lengths, before)
 
-    def _start(self, play: _Play) -> None:
+    def _start(self, play: Play) -> None:
         if play.engine.updating:
             play.engine.held_back.append(play)
             return
         play.engine.plays[play] = None
         self._play_turn(play)
 
-    def _play_turn(self, play: _Play) -> None:
+    def _play_turn(self, play: Play) -> None:
         if play.aborted:
             return
         if play.engine.updating and self.script.mixed:
@@ -234,7 +251,7 @@ class Engines(_Worker):
         then = self._play_turn if len(play.versions) < play.turns else self._deliver
         asyncio.get_running_loop().call_later(self.script.duration_s("roll"), then, play)
 
-    def _deliver(self, play: _Play) -> None:
+    def _deliver(self, play: Play) -> None:
         """Answer the call that runs the group of `play`; of two attempts, the first one to answer counts."""
         if play.aborted:
             return
@@ -244,7 +261,7 @@ class Engines(_Worker):
         elif play.number in self._answers and not self._answers[play.number].done():
             self._answers[play.number].set_result(play.trajectories())
 
-    def _end(self, play: _Play) -> None:
+    def _end(self, play: Play) -> None:
         play.aborted = True
         play.engine.plays.pop(play, None)
         self._changed.set()
@@ -253,19 +270,24 @@ class Engines(_Worker):
         if number in self._answers and not self._answers[number].done():
             self._answers[number].set_exception(error)
 
-    async def _switch(self, engine: _Engine, version: int) -> None:
+    async def _switch(self, engine: Engine, version: int) -> None:
+        if await self._take_version(engine, version):
+            members = self.router.members
+            self.router.update(members.switched(members.of_engine[engine.number], version))
+            self._changed.set()
+
+    async def _take_version(self, engine: Engine, version: int) -> bool:
+        """Switch an engine to `version`; return False if it dies before."""
         await self.script.pause("close")
         if not engine.alive:
-            return
+            return False
         engine.updating = True
         if not self.script.mixed:
             await self._until(lambda: not engine.plays)
         await self.script.pause("update")
         if not engine.alive:
-            return
+            return False
         engine.version, engine.updating = version, False
-        members = self.router.members
-        self.router.update(members.switched(members.of_engine[engine.number], version))
         held_back, engine.held_back = engine.held_back, []
         for play in [
             one for one in engine.plays if one not in held_back
@@ -273,7 +295,7 @@ class Engines(_Worker):
             play.versions[-1] += (version,)
         for play in held_back:
             self._start(play)
-        self._changed.set()
+        return True
 
 
 class Scorer(_Worker):
