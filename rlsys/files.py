@@ -192,6 +192,26 @@ def _integer(digits: str) -> int:
 
 SHARED_MEMORY = Path("/dev/shm")
 """Folder of the shared memory of this machine's processes."""
+
+
+def tie_shared_memory(pattern: str, folder: Path, owner: int) -> None:
+    """Put a link into `folder` to the shared memory whose name matches `pattern`, for `remove_shared_memory`.
+
+    The memory need not exist yet: a process that does this first leaves none behind, even if it is killed. `owner` is a
+    process id.
+    """
+    (folder / f"{owner}-{os.getpid()}-{pattern}").symlink_to(SHARED_MEMORY / pattern)
+
+
+def remove_shared_memory(folder: Path, owner: int | None = None) -> None:
+    """Remove the shared memory to which links of `owner` in `folder` point, and the links; by default, of all owners."""
+    for link in folder.glob("*" if owner is None else f"{owner}-*"):
+        if link.is_symlink() and (memory := Path(os.readlink(link))).parent == SHARED_MEMORY:
+            for path in SHARED_MEMORY.glob(memory.name):
+                path.unlink(missing_ok=True)
+            link.unlink(missing_ok=True)
+
+
 LOCK = "lock"
 """Name of the lock file in a `working_folder`."""
 _RUN_LOCK = ".lock"

@@ -65,9 +65,10 @@ async def train(
 async def open_and_train(session: Session, origin: Origin | None) -> dict[str, Any]:
     """Open a run at `origin`, or at its start, and train it; return the summary."""
     async with session.opened(origin) as run, asyncio.TaskGroup() as watch:
-        watching = watch.create_task(run.watch())
+        watching = [watch.create_task(run.watch()), watch.create_task(session.ray.run())]
         summary = await train_from(run, origin)
-        watching.cancel()
+        for task in watching:
+            task.cancel()
     return summary
 
 

@@ -27,7 +27,7 @@ from pathlib import Path
 import psutil
 
 from rlsys.errors import UserError
-from rlsys.files import LOCK, SHARED_MEMORY, working_folder
+from rlsys.files import LOCK, remove_shared_memory, working_folder
 from rlsys.weights.sockets import INTERFACE_VARIABLES
 
 RANK = "rlsys-node-"  # Prefix of the Ray resource that carries a machine's rank: `rlsys-node-0`.
@@ -44,6 +44,14 @@ _LONGEST = f"{_PREFIX}12345678/{_RAYS}/session_2026-01-31_00-00-00_000000_419430
 _HELPERS = ("resource_tracker", "/wandb/bin/")
 """Parts of the command lines of multiprocessing's resource tracker and of the service of Weights & Biases, which other runs
 of this process may use, and which reports a connection that is lost."""
+_OF_RAY = ("gcs_server", "raylet")
+HEALTH_CHECKS = {
+    "health_check_initial_delay_ms": 5000,
+    "health_check_period_ms": 2000,
+    "health_check_timeout_ms": 5000,
+    "health_check_failure_threshold": 4,
+}
+"""Ray's health checks, set to give up a silent machine after half a minute; Ray's default is over a minute."""
 STOP_S = 3.0  # Timeout for processes to exit on their own.
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # From linux/prctl.h.
 _log = logging.getLogger(__name__)
@@ -105,6 +113,16 @@ def adopt_orphans() -> None:
 def descendants() -> list[psutil.Process]:
     """Return all child processes, recursively, except helpers that end with this process by themselves."""
     return [child for child in psutil.Process().children(recursive=True) if not _is_helper(child)]
+
+
+def ray_processes() -> dict[str, psutil.Process]:
+    """Return the processes of the Ray that this process has started, by name; none for a Ray of others."""
+    found = {}
+    for child in psutil.Process().children():
+        with suppress(psutil.NoSuchProcess):
+            if child.name() in _OF_RAY:
+                found[child.name()] = child
+    return found
 
 
 def end(processes: Iterable[psutil.Process], timeout_s: float = STOP_S) -> None:
@@ -197,8 +215,7 @@ def rays_own(folder: Path) -> Path:
 def scratch(folder: Path) -> Path:
     """Return the subfolder of a `ray_folder` for temporary files of Ray's processes, as their TMPDIR.
 
-    A killed process leaves its temporary files; these go with the folder. So does shared memory to which a link in it
-    points.
+    A killed process leaves its temporary files; these go with the folder. So does shared memory that is tied to it.
     """
     return folder / _SCRATCH
 
@@ -218,9 +235,7 @@ def temporary_files_in(folder: Path) -> Iterator[None]:
 
 def _empty(folder: Path) -> None:
     """Remove everything in `folder` except its lock file, and the shared memory to which `scratch` has links."""
-    for link in scratch(folder).glob("*"):
-        if link.is_symlink() and (memory := Path(os.readlink(link))).parent == SHARED_MEMORY:
-            memory.unlink(missing_ok=True)
+    remove_shared_memory(scratch(folder))
     for path in folder.iterdir():
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path, ignore_errors=True)

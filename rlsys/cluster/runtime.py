@@ -21,11 +21,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+import psutil
 import ray
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from rlsys.cluster.local_ray import (
+    HEALTH_CHECKS,
     RANK,
     local_ray,
     rays_own,
@@ -39,6 +41,9 @@ from rlsys.errors import RunError, UserError
 T = TypeVar("T")
 RESOURCE = {Device.cpu: "CPU", Device.gpu: "GPU"}
 POLL_S = 0.5  # Poll interval for missing machines.
+WATCH_S = 2.0
+"""Interval at which a local Ray is watched."""
+_STOPS = "so the run was stopped: see its log, and the memory of this machine. resume=auto continues from the last checkpoint."
 _STARTS = 3
 """Attempts to start a local Ray; the first may time out on a busy machine."""
 SEES_ALL_GPUS = "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"
@@ -172,6 +177,30 @@ async def answer(ask: Callable[[], T], timeout_s: float = 20.0) -> T:
     )
 
 
+class RayWatch:
+    """Finds out that a process of the Ray which this process has started has died or hangs. A no-op for a Ray of others."""
+
+    def __init__(self, processes: Mapping[str, psutil.Process]) -> None:
+        self._processes = processes
+
+    def require_alive(self) -> None:
+        """Raise RunError if a process has died."""
+        gone, _ = psutil.wait_procs(self._processes.values(), timeout=0)
+        for name, process in self._processes.items():
+            if process in gone:
+                raise RunError(f"Ray's process {name} has died, {_STOPS}")
+
+    async def run(self) -> None:
+        """Watch until cancelled. Raises RunError if a process dies, or does not answer for about half a minute."""
+        known = await answer(machines) if self._processes else []
+        while self._processes:
+            await asyncio.sleep(WATCH_S)
+            self.require_alive()
+            if await answer(lambda: lost(known)):
+                self.require_alive()
+                raise RunError(f"Ray's process raylet does not answer, {_STOPS}")
+
+
 def hosts_of(bundles: PlacementGroup) -> dict[int, str]:
     """Return the host name of each bundle's machine, by bundle index."""
     hosts = {machine.node_id: machine.host for machine in machines()}
@@ -279,7 +308,8 @@ def _local(cluster: ClusterConfig, slots: int) -> Iterator[None]:
         for attempt in range(1, _STARTS + 1):
             try:
                 with temporary_files_in(folder):
-                    _connect(address="local", include_dashboard=False, _temp_dir=str(rays_own(folder)), **on_cpus)
+                    own = {"_temp_dir": str(rays_own(folder)), "_system_config": HEALTH_CHECKS}
+                    _connect(address="local", include_dashboard=False, **own, **on_cpus)
                 break
             except Exception as problem:  # Ray raises a bare Exception if its processes take longer than 30 s to start.
                 ray.shutdown()

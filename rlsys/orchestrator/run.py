@@ -23,7 +23,9 @@ from pathlib import Path
 from transformers import AutoTokenizer
 
 from rlsys.algorithms.kl import KlController, kl_control
+from rlsys.cluster.local_ray import ray_processes
 from rlsys.cluster.planning.placement import launch_problems
+from rlsys.cluster.runtime import RayWatch
 from rlsys.cluster.worker_group import RankDied, RankLost, WorkerGroup
 from rlsys.config.derived import max_staleness, moves_reference, scores_with_policy
 from rlsys.config.problems import algorithm_notes
@@ -357,12 +359,13 @@ class Session:
         rewards: Rewards,
         search: SearchOutages,
         workers: Mapping[str, WorkerGroup],
+        ray: RayWatch,
         done: int = 0,
     ) -> None:
         """`config` has the address of the search server. `workers` are processes by group, at first without workers. `done`
         is the step after which the run resumes."""
         self.config, self.run_dir, self.progress, self.faults = config, run_dir, progress, faults
-        self.rewards, self.search, self.workers = rewards, search, workers
+        self.rewards, self.search, self.workers, self.ray = rewards, search, workers, ray
         self._restarts, self._engine_restarts = Restarts(config.cluster), Restarts(config.cluster)
         self._engine_faults: dict[int, Fault] = {}
         """Engine -> its fault that is not over."""
@@ -398,7 +401,10 @@ class Session:
             weights = _weight_sync(config, log, groups, pipeline)
             stack.callback(weights.close)
             supervisor = self._supervisor(groups.engines, weights, done)
-            await self._build(groups, done)
+            async with asyncio.TaskGroup() as tasks:
+                watching = tasks.create_task(self.ray.run())
+                await self._build(groups, done)
+                watching.cancel()
             log.actor_peak = peak_flops(await groups.actor.device_names())
             saver = _saver(config, self.run_dir, log, groups.devices, origin)
             run = Run(
@@ -453,12 +459,13 @@ class Session:
 
         `origin` is the checkpoint from which the run was opened. Raises `error` unless a Megatron process of an open run
         has died or hangs, after `cluster.restarts` restarts within `cluster.restart_window_s`, and if the user has ended
-        the run meanwhile.
+        the run meanwhile. Raises RunError if Ray itself has died.
         """
         lost, task = lost_worker(error), asyncio.current_task()
         # A task group that ends with an error hides that its task was cancelled.
         if lost is None or not self._ran or (task is not None and task.cancelling()):
             raise error
+        self.ray.require_alive()  # Without Ray no process can be started again.
         reason = str(lost).partition("\n")[0].rstrip(".")
         if self._fault is not None:
             self.faults.end(self._fault, Outcome.given_up, reason)
@@ -537,7 +544,9 @@ async def open_session(config: RunConfig, run_dir: Path, origin: Origin | None =
         stack.push_async_callback(outages.close)
         workers = await stack.enter_async_context(started_groups(config, run_dir / "logs"))
         done = origin.state.step if origin else 0
-        yield Session(replace(config, search=search.search), run_dir, progress, faults, rewards, outages, workers, done)
+        ray = RayWatch(ray_processes())
+        settled = replace(config, search=search.search)
+        yield Session(settled, run_dir, progress, faults, rewards, outages, workers, ray, done)
 
 
 def _groups(

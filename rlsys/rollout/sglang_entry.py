@@ -1,5 +1,8 @@
 """Main functions of SGLang's processes: on SIGUSR1, each writes the stacks of its threads to stderr.
 
+SGLang kills its processes, so the scheduler first ties the shared memory that it will make to TMPDIR: the engine's load, and
+a semaphore of loky. The engine's process or whoever removes TMPDIR removes that memory.
+
 With a CPU build of torch, `torch.cuda.synchronize` is a no-op in the scheduler's process: SGLang's weight checker calls it
 on every device, and it would raise.
 """
@@ -7,14 +10,25 @@ on every device, and it would raise.
 from __future__ import annotations
 
 import faulthandler
+import os
 import signal
+import tempfile
+from pathlib import Path
+from typing import Any
 
 import torch
 
+from rlsys.files import tie_shared_memory
 
-def scheduler(*args: object, **kwargs: object) -> None:
+
+def scheduler(*args: Any, **kwargs: Any) -> None:
     """Run SGLang's scheduler."""
     faulthandler.register(signal.SIGUSR1, file=2)
+    from sglang.srt.managers.load_snapshot import shm_path_for
+
+    ports = args[1]
+    for pattern in (Path(shm_path_for(ports.instance_id)).name, f"sem.loky-{os.getpid()}-*"):
+        tie_shared_memory(pattern, Path(tempfile.gettempdir()), os.getppid())
     from sglang.srt.managers.scheduler import run_scheduler_process
 
     if torch.version.cuda is None:

@@ -32,7 +32,7 @@ from sglang.srt.managers.io_struct import (
 from sglang.srt.utils import MultiprocessingSerializer
 from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorMetadata
 
-from rlsys.files import SHARED_MEMORY
+from rlsys.files import remove_shared_memory
 from rlsys.rollout import sglang_entry
 from rlsys.weights.sockets import INTERFACE_VARIABLES, listener
 from rlsys.weights.transport import Bucket
@@ -74,7 +74,6 @@ class SglangProcess:
         self._manager = self.engine.tokenizer_manager
         self._device = torch.device("cpu" if on_cpu else "cuda:0")
         """Device of the engine's first rank."""
-        self._links = {self._linked(path): path for path in self._shared_memory()}
 
     def processes(self) -> list[psutil.Process]:
         """Return the schedulers and detokenizers, whose death ends generation. Raises psutil.NoSuchProcess if one is gone.
@@ -156,24 +155,10 @@ class SglangProcess:
 
     def shutdown(self) -> None:
         """Stop SGLang's processes and all other children of this process; blocks until they are gone."""
-        left = {*self._shared_memory(), *self._links.values()}  # Also of children that have died.
         self.engine.shutdown()
         # SGLang kills its processes without joining them; active_children joins all dead children.
         multiprocessing.active_children()
-        for path in (*left, *self._links):
-            path.unlink(missing_ok=True)
-
-    def _shared_memory(self) -> list[Path]:
-        """Return what killed processes leave in shared memory: the engine's load, and semaphores named after processes."""
-        pids = [child.pid for child in psutil.Process().children(recursive=True)]
-        semaphores = [path for pid in pids for path in SHARED_MEMORY.glob(f"sem.loky-{pid}-*")]
-        return [Path(self._manager.load_snapshot_reader.path), *semaphores]
-
-    def _linked(self, memory: Path) -> Path:
-        """Return a new link to `memory` in TMPDIR: whoever removes that folder after a kill removes `memory` too."""
-        link = Path(tempfile.gettempdir()) / f"{os.getpid()}-{memory.name}"
-        link.symlink_to(memory)
-        return link
+        remove_shared_memory(Path(tempfile.gettempdir()), os.getpid())
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 import socket
 import stat
 import subprocess
@@ -34,7 +35,7 @@ from rlsys.cluster.local_ray import (
     token_file,
 )
 from rlsys.errors import Code
-from rlsys.files import SHARED_MEMORY
+from rlsys.files import SHARED_MEMORY, remove_shared_memory, tie_shared_memory
 from tests.support.refusals import refused
 
 TOKEN = {MODE: "token"}
@@ -159,8 +160,11 @@ def test_temporary_files_and_shared_memory_of_killed_processes_go_with_the_folde
         with temporary_files_in(folder):
             made = subprocess.run(["mktemp"], capture_output=True, text=True, check=True).stdout.strip()
         assert Path(made).parent == scratch(folder)
-        with tempfile.NamedTemporaryFile(dir=SHARED_MEMORY, delete=False) as memory:
-            (scratch(folder) / "memory").symlink_to(memory.name)
+        prefix = f"test-{secrets.token_hex(4)}-"
+        tie_shared_memory(f"{prefix}*", scratch(folder), owner=1)
+        with tempfile.NamedTemporaryFile(dir=SHARED_MEMORY, prefix=prefix, delete=False) as memory:
+            remove_shared_memory(scratch(folder), owner=2)
+            assert Path(memory.name).exists(), "it belongs to another"
         (scratch(folder) / "elsewhere").symlink_to(kept)
     assert not Path(made).exists()
     assert not Path(memory.name).exists()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import subprocess
 import threading
 from collections.abc import Mapping
 from concurrent.futures import Future
@@ -12,11 +13,12 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
+import psutil
 import pytest
 import ray
 
 from rlsys.cluster.preflight.machine import Unseen, cluster_at
-from rlsys.cluster.runtime import answer, natural, ray_runtime
+from rlsys.cluster.runtime import RayWatch, answer, natural, ray_runtime
 from rlsys.cluster.worker_group import POLLS, STAGES, Rank, RankDied, RankSilent, WorkerGroup, together
 from rlsys.config.derived import stage_limits
 from rlsys.config.schema import ClusterConfig, Device, StageTimeouts
@@ -47,6 +49,22 @@ def test_cluster_address_without_a_listener_is_refused() -> None:
     runtime = ray_runtime(ClusterConfig(device=Device.cpu, address="127.0.0.1:1"), [1])
     with refused("unreachable", "cluster.address"):
         runtime.__enter__()
+
+
+def test_death_of_a_process_of_ray_is_found_and_named() -> None:
+    started = {name: subprocess.Popen(["sleep", "3600"]) for name in ("gcs_server", "raylet")}
+    watch = RayWatch({name: psutil.Process(process.pid) for name, process in started.items()})
+    try:
+        watch.require_alive()
+        started["raylet"].kill()
+        psutil.Process(started["raylet"].pid).wait()
+        for _ in range(2):
+            with pytest.raises(RunError, match="raylet"):
+                watch.require_alive()
+    finally:
+        for process in started.values():
+            process.kill()
+            process.wait()
 
 
 async def test_answer_error_and_silence_of_the_head_are_distinguished() -> None:

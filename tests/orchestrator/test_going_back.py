@@ -5,15 +5,18 @@ from __future__ import annotations
 import asyncio
 import io
 import json
-from collections.abc import AsyncIterator
+import subprocess
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 from rich.console import Console
 
+from rlsys.cluster.runtime import RayWatch
 from rlsys.cluster.worker_group import RankDied, RankSilent
 from rlsys.config.schema import ClusterConfig, RunConfig
 from rlsys.errors import PeerLost, RunError, UserError
@@ -53,13 +56,21 @@ class Failing(Session):
     """A session whose run fails with one error after the other, and then ends well."""
 
     def __init__(
-        self, path: Path, errors: list[BaseException], restarts: int, *, opens: bool = True, done: int = 0
+        self,
+        path: Path,
+        errors: list[BaseException],
+        restarts: int,
+        *,
+        opens: bool = True,
+        ray: Mapping[str, psutil.Process] = MappingProxyType({}),
+        done: int = 0,
     ) -> None:
         self.killed = 0
         workers = dict.fromkeys(("rollout", "actor"), SimpleNamespace(kill=self._count))
         workers["rollout"] = SimpleNamespace(kill=self._refuse)
         config = RunConfig(output_dir=str(path), cluster=ClusterConfig(restarts=restarts))
-        parts: dict[str, Any] = {"rewards": None, "search": None, "workers": workers, "done": done}
+        watch = RayWatch(ray)
+        parts: dict[str, Any] = {"rewards": None, "search": None, "workers": workers, "ray": watch, "done": done}
         super().__init__(config, path, Progress(Console(file=io.StringIO())), FaultLog(path / FAULTS), **parts)
         self._errors, self._opens = errors, opens
 
@@ -126,6 +137,15 @@ def test_faults_of_a_resumed_run_have_its_step_before_its_first_own(
 async def test_a_run_that_was_never_open_does_not_begin_again(tmp_path: Path) -> None:
     with pytest.raises(RankDied):
         await Failing(tmp_path, [DIED], 9, opens=False).run()
+
+
+async def test_a_run_does_not_go_back_without_ray_but_names_it(tmp_path: Path) -> None:
+    """The death of a raylet ends its workers; none could be started again."""
+    with subprocess.Popen(["true"]) as raylet:
+        session = Failing(tmp_path, [DIED], 9, ray={"raylet": psutil.Process(raylet.pid)})
+    with pytest.raises(RunError, match="raylet"):
+        await session.run()
+    assert session.killed == 0
 
 
 async def test_a_run_that_the_user_ends_while_a_process_dies_does_not_go_back(tmp_path: Path) -> None:

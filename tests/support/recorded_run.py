@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 import torch
 from rich.console import Console
 
+from rlsys.cluster.runtime import RayWatch
 from rlsys.cluster.worker_group import RankDied
 from rlsys.config.algorithm import AlgorithmConfig, KlControl, KlPlace, SampledKl
 from rlsys.config.schema import (
@@ -219,7 +220,7 @@ class RecordedSession(Session):
 
     def __init__(self, config: RunConfig, run_dir: Path, progress: Progress, hosts: Sequence[Host], kill: KillSwitch):
         workers = {"inference": MortalGroup("inference", hosts[:1]), "actor": MortalGroup("actor", hosts[1:])}
-        parts: dict[str, Any] = {"rewards": None, "search": None, "workers": workers}
+        parts: dict[str, Any] = {"rewards": None, "search": None, "workers": workers, "ray": RayWatch({})}
         super().__init__(config, run_dir, progress, FaultLog(run_dir / FAULTS), **parts)
         recording = record(QUESTIONS, Shape(STEPS + 1, SAMPLES, reference.tiny_config().vocab_size), SEED)
         self.engines, self.kill_switch, self.groups = Episodes(config, recording, kill), kill, workers

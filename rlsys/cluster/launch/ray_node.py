@@ -22,6 +22,7 @@ from pathlib import Path
 from rlsys.cluster import LOOPBACK_VARIABLE
 from rlsys.cluster.launch.role import Notify, Role
 from rlsys.cluster.local_ray import (
+    HEALTH_CHECKS,
     RANK,
     address_towards,
     answers,
@@ -49,13 +50,10 @@ needs this machine to close the run."""
 _END, _OUTPUT = "end.json", "ray-start.log"
 _LOG_LINES = 15
 _HEALTH_CHECKS = {
-    "RAY_health_check_initial_delay_ms": "5000",
-    "RAY_health_check_period_ms": "2000",
-    "RAY_health_check_timeout_ms": "5000",
-    "RAY_health_check_failure_threshold": "4",
+    **{f"RAY_{name}": str(value) for name, value in HEALTH_CHECKS.items()},
     "RAY_gcs_rpc_server_reconnect_timeout_s": "300",
 }
-"""Ray's health checks, set to give up a silent machine after half a minute; Ray's default is over a minute.
+"""Variables of Ray's health checks.
 
 The last variable is the time in seconds after which Ray kills a process whose head is silent. This is long enough for
 the launcher to stop the run in an orderly way first.

@@ -1,0 +1,43 @@
+"""Tests of `rlsys.rollout.sglang_entry`: what a scheduler that is killed leaves behind."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+KILLED = """
+import multiprocessing, os, signal, sys, tempfile, types, uuid
+from pathlib import Path
+from rlsys.files import SHARED_MEMORY, remove_shared_memory
+from rlsys.rollout import sglang_entry
+
+names = ["sglang", "sglang.srt", "sglang.srt.managers", "sglang.srt.managers.load_snapshot", "sglang.srt.managers.scheduler"]
+sys.modules |= {name: types.ModuleType(name) for name in names}
+ports = types.SimpleNamespace(instance_id=uuid.uuid4().hex)
+load = SHARED_MEMORY / f"sglang_loads_{ports.instance_id}.shm"
+
+def killed(*_):
+    load.touch()
+    (SHARED_MEMORY / f"sem.loky-{os.getpid()}-abc").touch()
+    os.kill(os.getpid(), signal.SIGKILL)
+
+sys.modules[names[3]].shm_path_for = lambda instance: str(load) if instance == ports.instance_id else ""
+sys.modules[names[4]].run_scheduler_process = killed
+child = multiprocessing.get_context("fork").Process(target=sglang_entry.scheduler, args=(None, ports))
+child.start()
+child.join()
+assert child.exitcode == -signal.SIGKILL, child.exitcode
+memory = [load, SHARED_MEMORY / f"sem.loky-{child.pid}-abc"]
+assert all(path.exists() for path in memory)
+remove_shared_memory(Path(tempfile.gettempdir()), os.getpid())
+assert not any(path.exists() for path in memory)
+"""
+
+
+def test_shared_memory_of_a_scheduler_that_is_killed_at_its_start_can_be_removed(tmp_path: Path) -> None:
+    environment = os.environ | {"TMPDIR": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", KILLED], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert not list(tmp_path.iterdir())
