@@ -1,13 +1,14 @@
 """Strikes the processes of real runs of the demo with faults, and checks that nothing hangs, is lost or is left over.
 
-    python -m bench.chaos --kills 200 --seed 1             # hours; each fault costs about a minute on two idle cores
-    python -m bench.chaos --kills 1 --first 17 --seed 1    # repeats fault 17
+    python -m bench.chaos --kills 200 --seed 1                     # hours; each fault costs about a minute on two idle cores
+    python -m bench.chaos --kills 1 --first 17 --seed 1 --again    # repeats fault 17
 
 A run has two engines and takes several faults, one after the other, while it recovers. A fault is over when two more
 steps are complete, and the run's own record of the fault has ended; or when the run has ended, with one sentence that
-names the part. The next launch then resumes. After `--limit` seconds, plus `--restart` for the start of processes, the
-run counts as hung. Every prompt of a complete run has exactly one end. What is left after a launch is counted: processes,
-and files in /dev/shm, in TMPDIR and in the run's folder. It needs Linux with unprivileged user namespaces.
+names the part. The next launch then resumes. After `--limit` seconds, the fault counts as late; after `--restart` more
+seconds, for the start of processes on a busy machine, the run counts as hung. Every prompt of a complete run has exactly
+one end. What is left after a launch is counted: processes, and files in /dev/shm, in TMPDIR and in the run's folder. It
+needs Linux with unprivileged user namespaces.
 
 Rows of several commands with the same seed are collected in outputs/bench/chaos.json. The exit status is 1 if a run hung,
 lost something, left something over or ended unclearly, or if an exact match differs from that of a run without faults by
@@ -29,7 +30,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from bench.chaos.faults import PARTS, Fault, Kind, plan, runs
+from bench.chaos.faults import PARTS, Fault, Kind, next_fault, plan
 from bench.chaos.findings import (
     ENDED,
     HUNG,
@@ -53,12 +54,15 @@ from rlsys.weights.checkpoint.store import CheckpointStore
 
 RESULT = Path("outputs/bench/chaos.json")
 LOGS = RESULT.with_suffix("")
-STEPS, GROUPS, SEED, QUESTIONS = 10, 8, 1234, 32
+STEPS, SHORT, GROUPS, SEED, QUESTIONS = 20, 3, 8, 1234, 32
+"""Steps of a run, and of one for faults at its start and its end alone; prompt groups of a step; questions of an evaluation."""
+ROOM = 5
+"""Steps that a fault may need from the wait for its stage to the end of the recovery."""
 SETTINGS = [
-    *("-c", "searchr1_tiny_cpu", "name=chaos", "resume=auto", f"trainer.seed={SEED}", f"trainer.steps={STEPS}"),
+    *("-c", "searchr1_tiny_cpu", "name=chaos", "resume=auto", f"trainer.seed={SEED}"),
     *(f"trainer.prompts_per_step={GROUPS}", "trainer.mini_batches=2", "algorithm.n_samples=4"),
     *("eval.interval=3", f"eval.limit={QUESTIONS}", "checkpoint.interval=1", "checkpoint.keep_last=2"),
-    *("tracking.wandb=false", "tracking.tensorboard=false"),
+    *("tracking.wandb=false", "tracking.tensorboard=false", "cluster.restarts=100"),
     *("cluster.placement={actor: '0', inference: '1', rollout: '2-3'}", "cluster.sync_bucket_bytes=2097152"),
 ]
 
@@ -78,10 +82,12 @@ class Campaign:
 
     def strike(self, faults: list[Fault], setup: str) -> None:
         """Make runs of `setup` until all `faults` have struck and the last run is complete."""
-        pending, ended, out = list(faults), list[Row](), self._folder()
+        pending, ended = list(faults), list[Row]()
+        out, steps, struck = self._begin(pending)
         while True:
-            launch = self._launch(setup, out)
-            rows = self._strike_launch(launch, pending)
+            launch = self._launch(setup, out, steps)
+            rows = self._strike_launch(launch, pending, steps)
+            struck += [row.fault.number for row in rows]
             code = self._wait_for_end(launch)
             self._settle(launch, code, rows, ended)
             left = launch.left_over()
@@ -94,29 +100,37 @@ class Campaign:
             self._keep([*ended, *rows])
             ended = [row for row in [*ended, *rows] if row.outcome != RECOVERED and row.resumed is None]
             if code == 0:
-                self._judge(setup, out, [fault.number for fault in faults], [] if rows else left)
-                if pending and not rows:
+                self._judge(setup, out, steps, struck, [] if rows else left)
+                if pending and not struck:
                     missed = pending.pop(0)
-                    self._console.print(f"{missed.number}: {missed.stage} passed before the fault: not counted.")
+                    self._say(f"{missed.number}: {missed.stage} passed before the fault: not counted.")
                 if not pending:
                     return
             if code == 0 or not (rows or launch.worked_at):
-                out = self._folder()  # The next faults need a new run: this one is complete, or cannot be resumed.
+                out, steps, struck = self._begin(pending)  # The run is complete, or cannot be resumed.
 
-    def _strike_launch(self, launch: Launch, pending: list[Fault]) -> list[Row]:
-        """Strike `launch` with `pending` faults, which are removed, while it recovers."""
+    def _begin(self, pending: list[Fault]) -> tuple[Path, int, list[int]]:
+        """Return folder, steps and faults so far of a new run for `pending`, or of one without faults."""
+        self._folders += 1
+        short = pending and all(fault.stage in ("start", "stop") for fault in pending)
+        return OUT / f"{self._folders}", SHORT if short else STEPS, []
+
+    def _strike_launch(self, launch: Launch, pending: list[Fault], steps: int) -> list[Row]:
+        """Strike `launch`, which trains `steps`, with `pending` faults, which are removed, while it recovers."""
         rows: list[Row] = []
-        while pending and launch.reaches(pending[0].stage, pending[0].skipped, self._bound_s):
-            proxy = self._proxy if pending[0].setup == "proxy" else None
-            row = launch.strike(pending[0], proxy, self._restart_s)
+        while fault := next_fault(pending, bool(rows), launch.steps() + ROOM <= steps):
+            if not launch.reaches(fault.stage, fault.skipped, self._bound_s):
+                break
+            proxy = self._proxy if fault.setup == "proxy" else None
+            row = launch.strike(fault, proxy, self._restart_s)
             if row is None:
                 break
-            pending.pop(0)
+            pending.remove(fault)
             rows.append(row)
             self._watch(launch, row)
             if proxy:
                 proxy.heal()
-            self._console.print(self._told(row), highlight=False, markup=False, soft_wrap=True)
+            self._say(self._told(row))
             if row.outcome != RECOVERED or launch.code is not None:
                 break
         return rows
@@ -166,35 +180,38 @@ class Campaign:
             blamed.sentence += f" The next launch failed: {launch.ending() or launch.printed()[-300:]}"
             blamed.resumed = False
 
-    def _judge(self, setup: str, out: Path, faults: list[int], left: list[str]) -> None:
-        """Check the folder of a complete run."""
+    def _judge(self, setup: str, out: Path, steps: int, faults: list[int], left: list[str]) -> None:
+        """Check the folder of a complete run of `steps`."""
         folder = newest(out)
         assert folder is not None
         last = CheckpointStore(folder / CHECKPOINTS).saved()[-1].folder
         state: RunState = load_values(last / "data" / "state.npz", RunState)
         uids = [question.uid for question in read_questions(str(WORLD / "train.jsonl"))]
-        em = json.loads((folder / "summary.json").read_text())["em_after"]
-        if not faults:
-            self.em_without_faults[setup] = em
+        em = json.loads((folder / "summary.json").read_text())["em_after"] if steps == STEPS else None
+        if not faults and em is not None:
+            same = ("plain", "proxy") if setup == "plain" else (setup,)  # A proxy changes nothing without faults.
+            self.em_without_faults |= dict.fromkeys(same, em)
         end = {
             "setup": setup,
             "faults": faults,
-            "lost": lost(folder, uids, SEED, state.prompts, STEPS, GROUPS),
+            "lost": lost(folder, uids, SEED, state.prompts, steps, GROUPS),
             "left_over": [*left, *temporary(folder)],
             "em": em,
         }
-        self._console.print(f"complete: {end}", highlight=False, markup=False, soft_wrap=True)
+        self._say(f"complete: {end}")
         self.ends.append(end)
         self.write()
         shutil.rmtree(out)
 
-    def _launch(self, setup: str, out: Path) -> Launch:
-        wait = [f"{part}.start_timeout_s={self._restart_s}" for part in ("cluster", "rollout.engine", "search")]
-        episode, call = (
-            f"rollout.episode_timeout_s={self._limit_s / 4}",
-            f"cluster.call_timeout_s={self._limit_s / 1.5}",
-        )
-        settings = [*SETTINGS, *wait, episode, call]
+    def _launch(self, setup: str, out: Path, steps: int) -> Launch:
+        start_s, call_s, engine_s = self._restart_s, self._limit_s / 3, self._limit_s / 4
+        settings = [
+            *(*SETTINGS, f"trainer.steps={steps}", f"cluster.call_timeout_s={call_s}"),
+            *(f"{part}.start_timeout_s={start_s}" for part in ("cluster", "rollout.engine")),
+            *(f"rollout.episode_timeout_s={engine_s}", f"rollout.engine.stall_timeout_s={engine_s}"),
+            *(f"search.timeout_s={self._limit_s / 12}", f"search.outage_s={self._limit_s}"),
+            f"search.start_timeout_s={self._limit_s / 2}",
+        ]
         if setup == "ppo":
             settings += ["algorithm=ppo"]
         if setup == "proxy":
@@ -210,9 +227,8 @@ class Campaign:
             self._proxy = Proxy(server.url, self.seed)
         return self._proxy
 
-    def _folder(self) -> Path:
-        self._folders += 1
-        return OUT / f"{self._folders}"
+    def _say(self, text: str) -> None:
+        self._console.print(f"{time.strftime('%H:%M:%S')} {text}", highlight=False, markup=False, soft_wrap=True)
 
     def _told(self, row: Row) -> str:
         fault, after = row.fault, "" if row.seconds is None else f" after {row.seconds:.0f} s"
@@ -229,7 +245,7 @@ class Campaign:
         """Write the result file and return its figures."""
         figures = {
             "seed": self.seed,
-            **summary(self.rows, self.ends, self.em_without_faults, QUESTIONS),
+            **summary(self.rows, self.ends, self.em_without_faults, QUESTIONS, self._limit_s),
             "limit_s": self._limit_s,
         }
         figures |= {"restart_s": self._restart_s, "em_without_faults": self.em_without_faults}
@@ -261,8 +277,8 @@ def main(
     kills: Annotated[int, typer.Option(help="Number of faults.", min=1)] = 200,
     seed: Annotated[int, typer.Option(help="Seed of the plan.", min=0)] = 1,
     first: Annotated[int, typer.Option(help="Number of the first fault.", min=0)] = 0,
-    per_run: Annotated[int, typer.Option(help="Faults per run.", min=1)] = 5,
-    limit: Annotated[float, typer.Option(help="Seconds for a recovery or an end.")] = 60.0,
+    again: Annotated[bool, typer.Option(help="Also strike with faults that the result file has already.")] = False,
+    limit: Annotated[float, typer.Option(help="Seconds within which a run shall work again or end.")] = 60.0,
     baseline: Annotated[bool, typer.Option(help="Make a run without faults of each setup, unless it is known.")] = True,
     restart: Annotated[float, typer.Option(help="Seconds added to --limit, and the limit of a start.")] = 120.0,
 ) -> None:
@@ -273,13 +289,15 @@ def main(
     LOGS.mkdir(parents=True)
     known = json.loads(RESULT.read_text()) if RESULT.is_file() else {}
     campaign = Campaign(seed, limit, restart, known if known.get("seed") == seed else {})
-    planned = runs(plan(seed, kills, first), per_run)
-    for faults in planned:
-        campaign.strike(faults, faults[0].setup)
-    for setup in (
-        sorted({faults[0].setup for faults in planned} - campaign.em_without_faults.keys()) if baseline else ()
-    ):
-        campaign.strike([], setup)
+    of_setup: defaultdict[str, list[Fault]] = defaultdict(list)
+    done = () if again else {row["number"] for row in campaign.rows}
+    for fault in (fault for fault in plan(seed, kills, first) if fault.number not in done):
+        of_setup[fault.setup].append(fault)
+    for setup in {"plain" if name == "proxy" else name for name in of_setup} if baseline else ():
+        if setup not in campaign.em_without_faults:
+            campaign.strike([], setup)
+    for setup, faults in of_setup.items():
+        campaign.strike(faults, setup)
     figures = campaign.write()
     Console().print(table(campaign.rows))
     for name, value in figures.items():

@@ -54,9 +54,10 @@ STAGES = {
     "save": ("actor.checkpoint: saves", 0.3),
     "evaluation": ("rollout.evaluation: evaluates", 0.5),
     "stop": ("rollout: ends", 0.5),
-    "random": ("inference: computes", 20.0),
+    "random": ("inference: computes", 8.0),
 }
 """Stage -> text of the log with which the driver enters it, and seconds within which the fault then strikes."""
+_RARE = ("start", "stop", "evaluation")
 _SIGNALLED = [name for name in PARTS if name != DISK]
 _STEPS = ("transfer", "switch", "log-probs", "optimiser step", "save", "evaluation", "random")
 _CELLS: list[tuple[Kind, str, tuple[str, ...]]] = [
@@ -104,24 +105,19 @@ def plan(seed: int, count: int, first: int = 0) -> list[Fault]:
             own = f"{seed}:{len(found)}"
             dice = random.Random(own)
             stage = stages[(seed + place + sweep) % len(stages)]
-            skipped = 0 if stage in ("start", "stop") else dice.randint(0, 2)
+            skipped = 0 if stage in _RARE else dice.randint(0, 1)
             found.append(Fault(len(found), kind, process, stage, skipped, dice.uniform(0, STAGES[stage][1]), own))
     return found[first : first + count]
 
 
-def runs(faults: Sequence[Fault], most: int) -> list[list[Fault]]:
-    """Divide `faults` among runs of one setup with at most `most` faults: at most one at the start, and one at the end.
+def next_fault(pending: Sequence[Fault], begun: bool, has_room: bool) -> Fault | None:
+    """Return which of `pending` strikes a launch next; None if the launch shall end by itself.
 
-    The fault at the start comes first and the one at the end last.
+    The first fault of a launch, before it has `begun`, is one at the start; the last one, once the run `has_room` for no
+    other, is one at the end.
     """
-    found: list[list[Fault]] = []
-    for setup in dict.fromkeys(fault.setup for fault in faults):
-        mine = [fault for fault in faults if fault.setup == setup]
-        edges = {edge: [fault for fault in mine if fault.stage == edge] for edge in ("start", "stop")}
-        middle = [fault for fault in mine if fault.stage not in edges]
-        while middle or any(edges.values()):
-            first, last = ([edges[edge].pop(0)] if edges[edge] else [] for edge in edges)
-            room = most - len(first) - len(last)
-            found.append([*first, *middle[:room], *last])
-            middle = middle[room:]
-    return found
+    edges = {edge: next((fault for fault in pending if fault.stage == edge), None) for edge in ("start", "stop")}
+    middle = next((fault for fault in pending if fault.stage not in edges), None)
+    if edges["start"] and not begun:
+        return edges["start"]
+    return middle if middle and has_room else edges["stop"]

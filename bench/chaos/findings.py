@@ -55,7 +55,7 @@ class Row:
 
 def repeat(seed: int, number: int) -> str:
     """Return the command that repeats one fault."""
-    return f"python -m bench.chaos --seed {seed} --first {number} --kills 1"
+    return f"python -m bench.chaos --seed {seed} --first {number} --kills 1 --again"
 
 
 def verdict(fault: Fault, code: int, printed: str, ended: str | None) -> tuple[str, str]:
@@ -132,13 +132,16 @@ def summary(
     ends: Sequence[dict[str, Any]],
     em_without_faults: Mapping[str, float],
     questions: int,
+    limit_s: float,
 ) -> dict[str, Any]:
     """Return the figures of a campaign. `ends`: per complete run, its setup, exact match, and what it lost and left over.
 
-    `em_without_faults`: setup -> exact match over `questions` of a run without faults.
+    `em_without_faults`: setup -> exact match over `questions` of a run without faults. `late` counts the faults after which
+    a run needed more than `limit_s` to work again or to end. The exact match of a short run is None.
     """
     outcomes = Counter(row["outcome"] for row in rows)
     times = [row["seconds"] for row in rows if row["outcome"] == RECOVERED]
+    measured = [end for end in ends if end["em"] is not None and end["setup"] in em_without_faults]
     p50, p99 = (float(np.quantile(times, share)) if times else None for share in (0.5, 0.99))
     return {
         "kills": len(rows),
@@ -146,13 +149,12 @@ def summary(
         "ended_with_sentence": outcomes[ENDED],
         "ended_unclear": outcomes[UNCLEAR],
         "hung": outcomes[HUNG],
+        "late": sum(row["seconds"] is not None and row["seconds"] > limit_s for row in rows),
         "lost": sum(len(end["lost"]) for end in ends),
         "left_over": sum(len(row["left_over"]) for row in rows) + sum(len(end["left_over"]) for end in ends),
         "complete_runs": len(ends),
         "em_outside_noise": sum(
-            not within_noise(end["em"], em_without_faults[end["setup"]], questions)
-            for end in ends
-            if end["setup"] in em_without_faults
+            not within_noise(end["em"], em_without_faults[end["setup"]], questions) for end in measured
         ),
         "recovery_p50_s": p50,
         "recovery_p99_s": p99,

@@ -17,7 +17,7 @@ from typing import Any
 import httpx
 import pytest
 
-from bench.chaos.faults import PARTS, STAGES, Fault, Kind, plan, runs
+from bench.chaos.faults import PARTS, STAGES, Fault, Kind, next_fault, plan
 from bench.chaos.findings import (
     ENDED,
     HUNG,
@@ -58,16 +58,18 @@ def test_a_fault_is_repeated_by_its_seed_and_number() -> None:
     assert plan(7, 60) != plan(8, 60)
 
 
-def test_each_fault_is_in_one_run_at_most_one_of_them_at_its_start_and_one_at_its_end() -> None:
-    faults = plan(5, 120)
-    divided = runs(faults, 4)
-    assert sorted(fault.number for run in divided for fault in run) == list(range(120))
-    for run in divided:
-        stages = [fault.stage for fault in run]
-        assert len(run) <= 4
-        assert len({fault.setup for fault in run}) == 1
-        assert "start" not in stages[1:]
-        assert "stop" not in stages[:-1]
+def test_a_launch_takes_at_most_one_fault_at_its_start_and_one_at_its_end() -> None:
+    pending = plan(5, 120)
+    edges = {"start": [fault for fault in pending if fault.stage == "start"]}
+    edges["stop"] = [fault for fault in pending if fault.stage == "stop"]
+    middle = [fault for fault in pending if fault.stage not in edges]
+    assert next_fault(pending, begun=False, has_room=True) == edges["start"][0]
+    assert next_fault(pending, begun=True, has_room=True) == middle[0]
+    assert next_fault(pending, begun=True, has_room=False) == edges["stop"][0]
+    assert next_fault(middle, begun=False, has_room=True) == middle[0]
+    assert next_fault(middle, begun=True, has_room=False) is None
+    assert next_fault(edges["start"], begun=True, has_room=True) is None
+    assert next_fault([], begun=False, has_room=True) is None
 
 
 def test_rlsys_reports_every_stage_in_the_words_that_the_faults_wait_for() -> None:
@@ -186,10 +188,11 @@ def test_exact_matches_differ_by_more_than_noise_from_three_standard_errors_on()
 def test_figures_of_a_campaign_count_each_outcome() -> None:
     rows = [{"outcome": RECOVERED, "seconds": float(number), "left_over": []} for number in range(101)]
     rows += [{"outcome": name, "seconds": None, "left_over": ["x"]} for name in (ENDED, HUNG, HUNG, UNCLEAR)]
-    ends = [{"setup": "plain", "em": em, "lost": ["a"], "left_over": []} for em in (0.5, 0.9)]
-    found = summary(rows, ends, {"plain": 0.5}, 32)
+    ends = [{"setup": "plain", "em": em, "lost": ["a"], "left_over": []} for em in (0.5, 0.9, None)]
+    found = summary(rows, ends, {"plain": 0.5}, 32, 98.0)
     assert (found["kills"], found["recovered"], found["ended_with_sentence"]) == (105, 101, 1)
-    assert (found["hung"], found["ended_unclear"], found["left_over"], found["lost"]) == (2, 1, 4, 2)
+    assert (found["hung"], found["ended_unclear"], found["left_over"], found["lost"]) == (2, 1, 4, 3)
+    assert found["late"] == 2, "99 s and 100 s"
     assert (found["recovery_p50_s"], found["recovery_p99_s"]) == (50.0, 99.0)
     assert found["em_outside_noise"] == 1
 
