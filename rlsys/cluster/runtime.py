@@ -29,6 +29,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from rlsys.cluster.local_ray import (
     HEALTH_CHECKS,
     RANK,
+    end,
     local_ray,
     rays_own,
     require_listener,
@@ -43,6 +44,8 @@ RESOURCE = {Device.cpu: "CPU", Device.gpu: "GPU"}
 POLL_S = 0.5  # Poll interval for missing machines.
 WATCH_S = 2.0
 """Interval at which a local Ray is watched."""
+ANSWER_S = 20.0
+"""Time-out of a query to Ray's head."""
 _STOPS = "so the run was stopped: see its log, and the memory of this machine. resume=auto continues from the last checkpoint."
 _STARTS = 3
 """Attempts to start a local Ray; the first may time out on a busy machine."""
@@ -149,12 +152,8 @@ def remote_shell(shell: type, strategy: Any, log: Path, environment: Mapping[str
     return ray.remote(shell).options(scheduling_strategy=strategy, **settings).remote(str(log), list(sys.path))
 
 
-async def answer(ask: Callable[[], T], timeout_s: float = 20.0) -> T:
-    """Call `ask`, a query to Ray, with a timeout; Ray itself blocks for minutes if its head is dead.
-
-    Raises RunError on timeout or if the query fails. The query runs in a daemon thread. After a timeout the thread stays
-    blocked, but does not keep the process alive.
-    """
+def _asked(ask: Callable[[], T]) -> Future[T]:
+    """Call `ask`, a query to Ray, in a daemon thread, which does not keep the process alive if it blocks for ever."""
     result: Future[T] = Future()
 
     def work() -> None:
@@ -165,8 +164,16 @@ async def answer(ask: Callable[[], T], timeout_s: float = 20.0) -> T:
             result.set_exception(problem)
 
     threading.Thread(target=work, daemon=True, name="asks-ray").start()
+    return result
+
+
+async def answer(ask: Callable[[], T], timeout_s: float = ANSWER_S) -> T:
+    """Call `ask`, a query to Ray, with a timeout; Ray itself blocks for minutes if its head is dead.
+
+    Raises RunError on timeout or if the query fails.
+    """
     try:
-        return await asyncio.wait_for(asyncio.wrap_future(result), timeout_s)
+        return await asyncio.wait_for(asyncio.wrap_future(_asked(ask)), timeout_s)
     except TimeoutError:
         why = f"has not responded for {timeout_s:.0f} s"
     except (ray.exceptions.RayError, RuntimeError, OSError) as problem:
@@ -178,10 +185,17 @@ async def answer(ask: Callable[[], T], timeout_s: float = 20.0) -> T:
 
 
 class RayWatch:
-    """Finds out that a process of the Ray which this process has started has died or hangs. A no-op for a Ray of others."""
+    """Finds out that a process of the Ray which this process has started has died or hangs. A no-op for a Ray of others.
 
-    def __init__(self, processes: Mapping[str, psutil.Process]) -> None:
-        self._processes = processes
+    A call to Ray on the event loop may block for ever then. A thread therefore watches, and kills Ray's processes, so that
+    the call fails.
+    """
+
+    def __init__(
+        self, processes: Mapping[str, psutil.Process], is_lost: Callable[[], bool] = lambda: not machines()
+    ) -> None:
+        """`is_lost` asks Ray's head whether Ray's node is lost."""
+        self._processes, self._is_lost = processes, is_lost
 
     def require_alive(self) -> None:
         """Raise RunError if a process has died."""
@@ -190,15 +204,37 @@ class RayWatch:
             if process in gone:
                 raise RunError(f"Ray's process {name} has died, {_STOPS}")
 
-    async def run(self) -> None:
+    async def run(self, every_s: float = WATCH_S, timeout_s: float = ANSWER_S) -> None:
         """Watch until cancelled. Raises RunError if a process dies, or does not answer for about half a minute."""
-        known = await answer(machines) if self._processes else []
-        while self._processes:
-            await asyncio.sleep(WATCH_S)
-            self.require_alive()
-            if await answer(lambda: lost(known)):
-                self.require_alive()
-                raise RunError(f"Ray's process raylet does not answer, {_STOPS}")
+        if not self._processes:
+            return
+        over, ended = threading.Event(), Future[None]()
+        ended.set_running_or_notify_cancel()  # The thread ends it.
+
+        def watch() -> None:
+            try:
+                while not over.wait(every_s):
+                    self._check(timeout_s)
+            except RunError as problem:
+                if not over.is_set():
+                    end(self._processes.values(), timeout_s=0.0)
+                    ended.set_exception(problem)
+
+        threading.Thread(target=watch, daemon=True, name="watches-ray").start()
+        try:
+            await asyncio.wrap_future(ended)
+        finally:
+            over.set()
+
+    def _check(self, timeout_s: float) -> None:
+        self.require_alive()
+        try:
+            lost_node, name = _asked(self._is_lost).result(timeout_s), "raylet"
+        except (TimeoutError, ray.exceptions.RayError, RuntimeError, OSError):
+            lost_node, name = True, "gcs_server"
+        self.require_alive()
+        if lost_node:
+            raise RunError(f"Ray's process {name} does not answer, {_STOPS}")
 
 
 def hosts_of(bundles: PlacementGroup) -> dict[int, str]:

@@ -67,6 +67,27 @@ def test_death_of_a_process_of_ray_is_found_and_named() -> None:
             process.wait()
 
 
+@pytest.mark.parametrize("silent", [False, True], ids=["raylet", "gcs_server"])
+async def test_ray_that_hangs_is_ended_although_it_blocks_the_event_loop(silent: bool) -> None:
+    started = {name: subprocess.Popen(["sleep", "3600"]) for name in ("gcs_server", "raylet")}
+    answers = threading.Event()
+    watch = RayWatch(
+        {name: psutil.Process(process.pid) for name, process in started.items()},
+        is_lost=answers.wait if silent else lambda: True,
+    )
+    watching = asyncio.create_task(watch.run(every_s=0.0, timeout_s=0.1))
+    await asyncio.sleep(0)
+    try:
+        started["raylet"].wait(60)  # As a call to Ray does; nothing else can run on the loop.
+        with pytest.raises(RunError, match="gcs_server" if silent else "raylet"):
+            await watching
+    finally:
+        answers.set()
+        for process in started.values():
+            process.kill()
+            process.wait()
+
+
 async def test_answer_error_and_silence_of_the_head_are_distinguished() -> None:
     assert await answer(lambda: 3, 300) == 3
 
