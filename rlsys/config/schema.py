@@ -353,6 +353,26 @@ class ReActAgent:
     after its reasoning."""
 
 
+@dataclass
+class GatewayAgent:
+    """Any agent that speaks an OpenAI or Anthropic API; see docs/gateway.md. Needs `task.token_mode=append` and
+    `task.train_eos=false`."""
+
+    kind: Literal["gateway"] = "gateway"
+    entry: str | None = None
+    """package.module.function of the agent. It gets the question, base_url and api_key, may be async, and returns its
+    answer, a reward, or None if its last message is the answer."""
+    command: list[str] = field(default_factory=list)
+    """Command of the agent, instead of `entry`. It reads the question as JSON, and writes its answer."""
+    concurrency: Annotated[Count, Unit("agents")] = 64
+    """Maximum number of agents that run beside one engine at the same time; other episodes wait."""
+    timeout_s: Seconds = 300.0
+    """Time limit of an agent. On expiry, its episode ends as aborted, with the tokens so far."""
+    ignore_sampling: bool = False
+    """Ignore what a request asks of sampling, such as its temperature and its model; false refuses a request that asks for
+    anything else than the run does."""
+
+
 class CustomAgent(Custom):
     """An agent from outside of the package."""
 
@@ -374,7 +394,7 @@ class TaskConfig:
     """Training questions: jsonl or parquet file in Search-R1's row format."""
     eval_path: str = REQUIRED
     """Held-out questions, in the same format."""
-    agent: SearchR1Agent | ReActAgent | CustomAgent = field(default_factory=SearchR1Agent)
+    agent: SearchR1Agent | ReActAgent | GatewayAgent | CustomAgent = field(default_factory=SearchR1Agent)
     """Agent: the protocol by which the policy acts in an episode. `package.module.function` is an agent of your own."""
     tools: list[CustomTool] = field(default_factory=list)
     """Tools besides the search, each as `package.module.Class`, or as {kind: package.module.Class, ...} with the class's

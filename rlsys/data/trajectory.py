@@ -9,9 +9,10 @@ a new group. A group always holds all episodes of its question, so a baseline ov
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,6 +22,7 @@ from rlsys.config.schema import CompatConfig
 from rlsys.data.question import Question
 
 Floats = NDArray[np.float32]
+T = TypeVar("T", bound=Any)
 ANSWER_TERMS = frozenset({"exact_match", "correct_answer", "sub_em", "f1", "format", "judge"})
 """Reward terms that depend on the answer; `reward.max_answer_tags` applies to them."""
 
@@ -41,6 +43,8 @@ class Action(StrEnum):
     TOOL = "tool"
     """Call of one of `task.tools`, named by `Turn.tool`."""
     ANSWER = "answer"
+    MESSAGE = "message"
+    """Message to an agent that calls its tools itself."""
     INVALID = "invalid"
 
 
@@ -85,8 +89,18 @@ class Turn:
 
 
 @dataclass(frozen=True, slots=True)
+class Branch:
+    """One context of an episode: a part of its tokens, which the model reads from the beginning, on its own."""
+
+    start: int
+    """Index of the branch's first token; it ends where the next branch starts."""
+    cause: str = ""
+    """Reason why the branch began (`rlsys.rollout.agent.conversation_tree.Cause`); empty if the agent has one context."""
+
+
+@dataclass(frozen=True, slots=True)
 class Trajectory:
-    """Record of one finished episode."""
+    """Record of one finished episode. An agent may have several contexts; their tokens follow one another."""
 
     question_uid: str
     sample: int
@@ -115,6 +129,11 @@ class Trajectory:
     """[sampled] token ids that the engine returned: `generated_tokens` ids of each turn, joined; empty if unknown."""
     sampled_logprobs: NDArray[np.float32] = field(default_factory=lambda: np.empty(0, np.float32))
     """[sampled] natural log-probs of `sampled_ids` at the sampling temperature."""
+    branches: tuple[Branch, ...] = field(default=(Branch(0),), metadata={"added later": True})
+    """Branches in the order of `tokens`. A sampled token is trained in one of them, and is context in the others."""
+
+    agent_reward: float | None = field(default=None, metadata={"added later": True})
+    """Reward that the agent has returned, which replaces the configured one; None if it has not."""
 
     @property
     def searches(self) -> int:
@@ -211,6 +230,10 @@ class Sample:
     """Weight of the KL penalty in the reward."""
     scored_version: int | None = None
     """Weight version that computed `old_logprobs`; None if they are the engine's, or not known yet."""
+    episode_tokens: int | None = None
+    """Trained tokens of the whole episode, if this sample is one branch of it; None if it is the whole episode."""
+    counts_episode: bool = True
+    """False for a branch of an episode that another branch counts in divisors of a loss."""
 
     def with_scores(self, scores: Scores) -> Sample:
         """Return this sample with `scores` filled in."""
@@ -227,6 +250,36 @@ class Sample:
     def trained_tokens(self) -> int:
         """Number of trained tokens."""
         return int(self.trajectory.loss_mask.sum())
+
+    def by_branch(self) -> list[Sample]:
+        """Return a sample for each branch, which a model can read as one sequence; this sample if it has one branch."""
+        branches = self.trajectory.branches
+        if len(branches) == 1:
+            return [self]
+        starts = [branch.start for branch in branches]
+        ends = [*starts[1:], len(self.trajectory.tokens)]
+        trained = np.concatenate([[0], np.cumsum(self.trajectory.loss_mask)])
+        return [
+            replace(
+                _cut(self, ("advantages", "old_logprobs", "ref_logprobs", "weights", "values", "returns"), start, end),
+                trajectory=_cut(
+                    replace(self.trajectory, branches=(replace(branch, start=0),)),
+                    ("tokens", "loss_mask", "rollout_logprobs", "versions", "turn_of_token"),
+                    start,
+                    end,
+                ),
+                picks=self.picks and _cut(self.picks, ("tokens", "logprobs"), trained[start], trained[end]),
+                episode_tokens=self.trained_tokens,
+                counts_episode=number == 0,
+            )
+            for number, (branch, start, end) in enumerate(zip(branches, starts, ends, strict=True))
+        ]
+
+
+def _cut(record: T, names: Sequence[str], start: int, end: int) -> T:
+    """Return `record` with the entries from `start` to `end` of the named arrays, as far as it has them."""
+    arrays = {name: array[start:end] for name in names if (array := getattr(record, name)) is not None}
+    return replace(record, **arrays)
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,7 +37,7 @@ from rlsys.observe import status
 from rlsys.observe.metrics import Metric
 from rlsys.observe.spans import QUESTIONS, Arg, Tracer
 from rlsys.orchestrator.membership import Member
-from rlsys.trainer.batches import Accumulated, BatchSharder, LogProbs, MicroBatch, Plan
+from rlsys.trainer.batches import Accumulated, BatchSharder, LogProbs, MicroBatch, Plan, joined_branches
 from rlsys.trainer.offload import switch_figures
 from rlsys.weights.transport import BucketHandle, TransportSpec
 
@@ -321,7 +321,7 @@ class InferenceGroup(MegatronGroup):
             with self.work("logprob.compute", samples, batches):
                 answers = await self.computed(batches)
             version = self._version
-        return [replace(one, version=version) for one in scores_of(plan, batches, answers)]
+        return [replace(one, version=version) for one in scores_of(plan, batches, answers, samples)]
 
     async def open_transport(self, specs: Mapping[int, TransportSpec]) -> None:
         """Open the transport on each rank with its spec."""
@@ -379,15 +379,10 @@ class TrainedGroup(MegatronGroup, ABC):
         plan, batches = self._sharder.shard(samples)
         with self.work("train.accumulate", samples, batches):
             answers = await self.call_sharded("accumulate", batches, last)
-        return self._taken(plan, batches, self._reported(answers))
-
-    def _taken(
-        self, plan: Plan, batches: Sequence[Sequence[MicroBatch]], answers: Sequence[Accumulated]
-    ) -> list[Floats] | None:
-        """Keep the statistics of one `accumulate`; return its log-probs in the order of the samples, if any."""
-        self._stats += [one.stats for one in answers]
-        logprobs = [one.logprobs for one in answers if one.logprobs is not None]
-        return _rows(plan, batches, logprobs) if logprobs else None
+        reported: list[Accumulated] = self._reported(answers)
+        self._stats += [one.stats for one in reported]
+        logprobs = [one.logprobs for one in reported if one.logprobs is not None]
+        return joined_branches(samples, _rows(plan, batches, logprobs)) if logprobs else None
 
     async def apply(self) -> dict[str, float]:
         """Take one optimiser step; return the loss metrics of its samples, the gradient norm and the learning rate."""
@@ -420,7 +415,7 @@ class CriticGroup(TrainedGroup):
         plan, batches = self._sharder.shard(samples)
         with self.work("values.compute", samples, batches):
             answers = await self.computed(batches)
-        return _rows(plan, batches, answers)
+        return joined_branches(samples, _rows(plan, batches, answers))
 
     async def accumulate(self, samples: Sequence[Sample], last: bool) -> list[Floats] | None:
         """Add the gradient of the summed loss of `samples`; strips `picks`, which only the actor uses."""
@@ -459,12 +454,32 @@ class Scorer:
         return found
 
 
-def scores_of(plan: Plan, batches: Sequence[Sequence[MicroBatch]], answers: Answers) -> list[Scores]:
-    """Return the `LogProbs` of sharded micro-batches as scores in the order of the samples."""
+def scores_of(
+    plan: Plan, batches: Sequence[Sequence[MicroBatch]], answers: Answers, samples: Sequence[Sample]
+) -> list[Scores]:
+    """Return the `LogProbs` of sharded micro-batches as scores of `samples`, in their order."""
     found: dict[int, Scores] = {}
     for indices, batch, result in _results(plan, batches, answers):
         found |= zip(indices, _split(result, batch), strict=True)
-    return [found[index] for index in range(len(found))]
+    parts = iter(found[index] for index in range(len(found)))
+    return [_joined([next(parts) for _ in sample.trajectory.branches]) for sample in samples]
+
+
+def _joined(branches: Sequence[Scores]) -> Scores:
+    """Return the scores of the branches of one sample as those of the sample."""
+    if len(branches) == 1:
+        return branches[0]
+    policies, references, picks = (
+        [found for one in branches if (found := getattr(one, name)) is not None]
+        for name in ("policy", "reference", "picks")
+    )
+    return Scores(
+        np.concatenate(policies) if policies else None,
+        np.concatenate(references) if references else None,
+        TopkLogprobs(*(np.concatenate([getattr(one, name) for one in picks]) for name in ("tokens", "logprobs")))
+        if picks
+        else None,
+    )
 
 
 def _split(result: LogProbs, batch: MicroBatch) -> list[Scores]:
@@ -481,7 +496,7 @@ def _split(result: LogProbs, batch: MicroBatch) -> list[Scores]:
 
 
 def _rows(plan: Plan, batches: Sequence[Sequence[MicroBatch]], answers: Answers) -> list[Floats]:
-    """Return per-token results [rows, width] of sharded micro-batches as one array [seq] per sample, in their order."""
+    """Return per-token results [rows, width] of sharded micro-batches as one array [tokens] per sequence, in their order."""
     found: dict[int, Floats] = {}
     for indices, batch, values in _results(plan, batches, answers):
         found |= zip(indices, batch.split(values), strict=True)
@@ -491,7 +506,7 @@ def _rows(plan: Plan, batches: Sequence[Sequence[MicroBatch]], answers: Answers)
 def _results(
     plan: Plan, batches: Sequence[Sequence[MicroBatch]], answers: Answers
 ) -> Iterator[tuple[list[int], MicroBatch, Any]]:
-    """Yield (sample indices, micro-batch, result) of all ranks."""
+    """Yield (indices of sequences, micro-batch, result) of all ranks."""
     for of_rank in zip(plan, batches, answers, strict=True):
         yield from zip(*of_rank, strict=True)
 

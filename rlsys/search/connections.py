@@ -10,10 +10,14 @@ from __future__ import annotations
 import asyncio
 import resource
 from collections import OrderedDict
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
 from typing import Any
 
 import orjson
 import uvicorn
+from starlette.responses import StreamingResponse
+from starlette.types import Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 HEAD_BYTES = 16_384
@@ -178,3 +182,16 @@ class LimitedServer(uvicorn.Server):
         if counter % 10 == 0:
             self.config.connections.end_late(asyncio.get_running_loop().time())
         return await super().on_tick(counter)
+
+
+class EventStream(StreamingResponse):
+    """Response of server-sent events; closes their source even if the client disconnects while an event is sent."""
+
+    def __init__(self, events: AsyncGenerator[str, None]) -> None:
+        super().__init__(events, media_type="text/event-stream")
+        self._events = events
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the response, as an ASGI application."""
+        async with aclosing(self._events):
+            await super().__call__(scope, receive, send)

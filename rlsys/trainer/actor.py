@@ -336,7 +336,7 @@ class Actor(Learner, WeightSender):
 
     def _divisor_of(self, batch: MicroBatch) -> int:
         objective = self._objective
-        return divisor(objective.aggregation, batch.trained_lengths, objective.loss_length)
+        return divisor(objective.aggregation, batch.counted_episodes, objective.loss_length)
 
     def _runs(self, shares: Sequence[ContextShare]) -> Iterable[Sequence[ContextShare]]:
         if self._reference is None:
@@ -363,7 +363,7 @@ class Actor(Learner, WeightSender):
             assert batch.old_logprobs is not None
             old = to_tensor(batch.old_logprobs, logits)
         divergence = self._divergence(logits, logprobs, old, share, ref_logits)
-        weights = token_weights(objective.aggregation, batch.trained_lengths)
+        weights = token_weights(objective.aggregation, batch.trained_by_episode)
         inputs = LossInputs(
             old_logprobs=old,
             ref_logprobs=None if batch.ref_logprobs is None else to_tensor(batch.ref_logprobs, logits),

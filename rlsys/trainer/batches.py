@@ -67,6 +67,10 @@ class MicroBatch:
     packed: bool = False
     room_multiple: int = 1
     """Each packed sequence is padded to a multiple of this many tokens."""
+    episode_lengths: NDArray[np.int64] | None = None
+    """[sequences] trained tokens of the episode whose branch the sequence is; None if each sequence is an episode."""
+    counts_episode: NDArray[np.bool_] | None = None
+    """[sequences] False where another sequence counts the episode; None if each sequence is an episode."""
 
     def __post_init__(self) -> None:
         if self.pick_tokens is not None and len(self.pick_tokens) != self.trained_tokens:
@@ -89,6 +93,20 @@ class MicroBatch:
     def trained_lengths(self) -> NDArray[np.int64]:
         """[sequences] number of trained tokens of each sequence."""
         return np.array([mask.sum() for mask in self.split(self.loss_mask)], dtype=np.int64)
+
+    @property
+    def trained_by_episode(self) -> NDArray[np.int64]:
+        """[sequences] number of trained tokens of each sequence's whole episode, which may have further sequences."""
+        return self.trained_lengths if self.episode_lengths is None else self.episode_lengths
+
+    @property
+    def counted_episodes(self) -> NDArray[np.int64]:
+        """[episodes] number of trained tokens of each episode that this micro-batch counts, whole, for the divisor.
+
+        Over all micro-batches of an optimiser step, every episode counts once.
+        """
+        every = self.trained_by_episode
+        return every if self.counts_episode is None else every[self.counts_episode]
 
     @property
     def sequence_numbers(self) -> NDArray[np.int64]:
@@ -230,7 +248,17 @@ def collate(
         pick_logprobs=np.concatenate([each.logprobs for each in picks]) if picks else None,
         packed=packed,
         room_multiple=room_multiple,
+        **_episodes(samples),
     )
+
+
+def _episodes(samples: Sequence[Sample]) -> dict[str, NDArray]:
+    """Return the fields of a micro-batch about episodes of several branches; empty without such an episode."""
+    if all(sample.episode_tokens is None for sample in samples):
+        return {}
+    lengths = [sample.trained_tokens if sample.episode_tokens is None else sample.episode_tokens for sample in samples]
+    counts = [sample.counts_episode for sample in samples]
+    return {"episode_lengths": np.array(lengths, dtype=np.int64), "counts_episode": np.array(counts, dtype=np.bool_)}
 
 
 def sequence_chunks(cp: int) -> int:
@@ -264,7 +292,7 @@ def columns_of(boundaries: Sequence[int] | NDArray[np.integer], cp: int, rank: i
 
 
 Batch = list[int]
-"""Sample indices of one micro-batch."""
+"""Indices of the sequences of one micro-batch. A sequence is a branch of a sample, in the order of the samples."""
 Plan = list[list[Batch]]
 """Micro-batches of each data-parallel rank."""
 
@@ -419,6 +447,17 @@ def _width(batch: Batch, sizes: Sequence[SampleSize], spec: MicroBatchSpec) -> i
     return round_up(sizes[batch[0]].tokens, spec.multiple_of)
 
 
+def sequences_of(samples: Sequence[Sample]) -> list[Sample]:
+    """Return the branches of all samples, in order: what a model reads as one sequence each."""
+    return [part for sample in samples for part in sample.by_branch()]
+
+
+def joined_branches(samples: Sequence[Sample], results: Sequence[Floats]) -> list[Floats]:
+    """Return results [branch] of `sequences_of(samples)` as one array [seq] for each sample."""
+    found = iter(results)
+    return [np.concatenate([next(found) for _ in sample.trajectory.branches]) for sample in samples]
+
+
 class BatchSharder:
     """Shards samples into micro-batches for the data-parallel ranks of one Megatron group.
 
@@ -458,13 +497,14 @@ class BatchSharder:
 
     def fills_micro_batches(self, samples: Sequence[Sample]) -> bool:
         """Return True if `samples` give every rank at least one non-empty micro-batch per pipeline stage."""
-        return fills_stages(self._plan(samples), self._spec.stages)
+        return fills_stages(self._plan(sequences_of(samples)), self._spec.stages)
 
     def shard(self, samples: Sequence[Sample]) -> tuple[Plan, list[list[MicroBatch]]]:
-        """Return the plan (sample indices) and the micro-batches of each data-parallel rank."""
-        plan, spec = self._plan(samples), self._spec
+        """Return the plan (indices of sequences) and the micro-batches of each data-parallel rank."""
+        parts, spec = sequences_of(samples), self._spec
+        plan = self._plan(parts)
         options = (self._pad_id, spec.multiple_of, spec.packed, self._mask_of, spec.room_multiple)
-        return plan, [[collate([samples[i] for i in batch], *options) for batch in rank] for rank in plan]
+        return plan, [[collate([parts[i] for i in batch], *options) for batch in rank] for rank in plan]
 
     def load(self, batches: Sequence[Sequence[MicroBatch]]) -> dict[str, int]:
         """Return counts over all ranks' micro-batches, empty ones included.
@@ -479,8 +519,8 @@ class BatchSharder:
             "budget": len(every) * self._spec.budget_tokens,
         }
 
-    def _plan(self, samples: Sequence[Sample]) -> Plan:
-        trajectories = [sample.trajectory for sample in samples]
+    def _plan(self, parts: Sequence[Sample]) -> Plan:
+        trajectories = [sample.trajectory for sample in parts]
         sizes = [SampleSize(len(each.tokens), int(self._mask_of(each).sum())) for each in trajectories]
         return plan_micro_batches(sizes, self._flops, self._spec)
 

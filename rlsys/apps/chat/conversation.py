@@ -37,7 +37,7 @@ from rlsys.data.trajectory import Finish
 from rlsys.errors import Code, RunError, UserError, code_of
 from rlsys.orchestrator.search_server import serving, silent
 from rlsys.rollout.agent.episode import Episode, EpisodeTools
-from rlsys.rollout.agent.recorder import Generation, Streaming, TurnSampling, evaluation_sampling
+from rlsys.rollout.agent.recorder import Generation, Recorder, Streaming, TurnSampling, evaluation_sampling
 from rlsys.rollout.agent.search_r1 import TurnRules
 from rlsys.rollout.tools.calls import CANCEL_GRACE_S, SearchTool
 from rlsys.rollout.tools.search_tool import open_tool
@@ -422,7 +422,9 @@ class _Play:
 
     def _report_observation(self) -> None:
         """Report the observation of the previous turn, once the episode has appended it."""
-        turns = self._episode.recorder.turns
+        recorder = self._episode.recorder
+        assert isinstance(recorder, Recorder), "`chat_settings` refuses other agents"
+        turns = recorder.turns
         if len(turns) > self._observed and turns[-1].observation:
             self._observed = len(turns)
             self._report(ObservationAdded(self._observed - 1, turns[-1].observation))

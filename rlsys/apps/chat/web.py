@@ -22,17 +22,16 @@ from contextlib import aclosing, contextmanager
 from pathlib import Path
 
 from fastapi import FastAPI, Request
-from fastapi.responses import FileResponse, JSONResponse, Response, StreamingResponse
+from fastapi.responses import FileResponse, JSONResponse, Response
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from starlette.requests import ClientDisconnect
-from starlette.types import Receive, Scope, Send
 
 from rlsys.apps.chat.chat_settings import ChatSettings
 from rlsys.apps.chat.conversation import Failed, Opened, as_dict, opened_in_terminal
 from rlsys.apps.evaluation.evaluation_inputs import Model
 from rlsys.errors import RunError, UserError
 from rlsys.search.address import bind, is_foreign, is_trusted, own_names
-from rlsys.search.connections import PAGE_CONNECTIONS, LimitedConfig, LimitedServer
+from rlsys.search.connections import PAGE_CONNECTIONS, EventStream, LimitedConfig, LimitedServer
 
 _MAX_BYTES = 1 << 16
 """Largest request body, in bytes."""
@@ -104,7 +103,7 @@ def create_app(opened: Opened, names: frozenset[str]) -> FastAPI:
             first = problem.errors(include_url=False, include_context=False, include_input=False)[0]
             where = ".".join(map(str, first["loc"])) or "The body"
             return _error(422, f"{where}: {first['msg']}; send a question, and a temperature from 0 to 10 or null.")
-        return _Events(_stream(opened, asking))
+        return EventStream(_stream(opened, asking))
 
     return app
 
@@ -142,19 +141,6 @@ class _Server(LimitedServer):
     def capture_signals(self) -> Generator[None, None, None]:
         """Override uvicorn's signal handling with a no-op."""
         yield
-
-
-class _Events(StreamingResponse):
-    """Response of server-sent events; closes their source even if the client disconnects while an event is sent."""
-
-    def __init__(self, events: AsyncGenerator[str, None]) -> None:
-        super().__init__(events, media_type="text/event-stream")
-        self._events = events
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the response, as an ASGI application."""
-        async with aclosing(self._events):
-            await super().__call__(scope, receive, send)
 
 
 async def _stream(opened: Opened, asking: Asking) -> AsyncGenerator[str, None]:

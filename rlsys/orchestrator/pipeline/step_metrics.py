@@ -117,6 +117,12 @@ EPISODE_METRICS = (
     ),
     Metric("tool/<tool>/errors", "count", "calls of the tool that failed or timed out"),
     Metric("tool/<tool>/s_mean", "s", "mean time of a call of the tool"),
+    Metric(
+        "gateway/branches/{mean,max,min}",
+        "count",
+        "[branches](gateway.md#branches) per episode; only with `task.agent=gateway`",
+    ),
+    Metric("gateway/tokens/<cause>", "tokens", "trained tokens of the branches that began for this cause"),
 )
 TOKEN_METRICS = (
     Metric("staleness/lag_<k>", "share", "trained tokens with staleness k"),
@@ -172,6 +178,7 @@ def step_metrics(
         **answer_metrics(groups, answer_tag),
         **_episode_metrics(trajectories),
         **_tool_metrics(trajectories),
+        **_branch_metrics(trajectories),
         **_token_metrics(trajectories),
         "logprob/max_diff": max((_logprob_difference(sample, version) for sample in samples), default=0.0),
         **staleness_metrics(groups, version),
@@ -319,6 +326,22 @@ def _tool_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     return metrics
 
 
+def _branch_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    """Return branches per episode, and trained tokens by the cause of their branch; empty without an agent of branches."""
+    tokens: Counter[str] = Counter()
+    for one in trajectories:
+        starts = [branch.start for branch in one.branches]
+        for branch, mask in zip(one.branches, np.split(one.loss_mask, starts[1:]), strict=True):
+            tokens[branch.cause] += int(mask.sum())
+    del tokens[""]
+    if not tokens:
+        return {}
+    return {
+        **_extremes("gateway/branches", [len(one.branches) for one in trajectories]),
+        **{f"gateway/tokens/{cause}": count for cause, count in tokens.items()},
+    }
+
+
 def _token_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     """Return token lengths, shares of trained tokens, and counts of tokens that re-tokenisation changed."""
     prompts = [one.prompt_length for one in trajectories]
@@ -385,8 +408,8 @@ def correction_metrics(groups: Sequence[Group], config: CorrectionConfig) -> dic
 
 def training_flops(groups: Sequence[Group], cost: Flops) -> float:
     """Return the floating-point operations of one training pass on `groups`, without recomputed activations."""
-    trajectories = [sample.trajectory for sample in _samples(groups)]
-    return _TRAINING_PASSES * sum(cost.of(len(one.tokens), int(one.loss_mask.sum())) for one in trajectories)
+    every = [part.trajectory for sample in _samples(groups) for part in sample.by_branch()]
+    return _TRAINING_PASSES * sum(cost.of(len(one.tokens), int(one.loss_mask.sum())) for one in every)
 
 
 def _samples(groups: Sequence[Group]) -> list[Sample]:

@@ -286,15 +286,17 @@ class Rewards:
         self._terms = {name: known[name] for name in self._weights}
 
     async def score(self, question: Question, trajectory: Trajectory) -> Scored:
-        """Return the reward of one episode of `question`.
+        """Return the reward of one episode of `question`; a reward that its agent has returned replaces the terms.
 
         Raises RunError if the judge does not respond, and UserError if a user-defined term fails.
         """
         episode = self._parser.read(question, trajectory)
+        if (given := trajectory.agent_reward) is not None:
+            return Scored(given, tuple(episode.at_end(given)), {"agent": given})
         values = {}
         for name, term in self._terms.items():
-            given = term(episode)
-            values[name] = self._bounded(name, episode, await given if isinstance(given, Awaitable) else given)
+            found = term(episode)
+            values[name] = self._bounded(name, episode, await found if isinstance(found, Awaitable) else found)
         parts = {name: math.fsum(of_turns) for name, of_turns in values.items()}
         return Scored(
             reward=math.fsum(self._weights[name] * part for name, part in parts.items()),

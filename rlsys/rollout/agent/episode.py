@@ -13,14 +13,16 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol, cast
+from typing import Any, Protocol, cast
 
 from rlsys.components import one_line
 from rlsys.config.custom import OwnComponent, own_component
-from rlsys.config.schema import CustomAgent, ReActAgent, SearchR1Agent, TaskConfig, TokenMode
+from rlsys.config.schema import CustomAgent, GatewayAgent, ReActAgent, SearchR1Agent, TaskConfig, TokenMode
 from rlsys.data.question import Question
 from rlsys.data.trajectory import Finish, Trajectory
 from rlsys.errors import RunError, UserError
+from rlsys.rollout.agent.chat_recorder import ChatRecorder
+from rlsys.rollout.agent.gateway import Gateway, gateway_of
 from rlsys.rollout.agent.react import ChatFormat, react
 from rlsys.rollout.agent.recorder import EpisodeOver, Generator, Recorder, TurnSampling
 from rlsys.rollout.agent.search_r1 import information_observer, search_r1
@@ -41,9 +43,11 @@ class EpisodeRunner(Protocol):
         """Play one episode to its end."""
 
 
-def agent_of(task: TaskConfig) -> EpisodeRunner:
+def agent_of(task: TaskConfig) -> EpisodeRunner | Gateway:
     """Return the agent of a task with its settings bound. Raises UserError if it cannot play the task."""
     agent = task.agent
+    if isinstance(agent, GatewayAgent):
+        return gateway_of(task, agent)
     if isinstance(agent, CustomAgent):
         own = own_component(agent)
         if not inspect.iscoroutinefunction(agent.component):
@@ -88,7 +92,8 @@ class EpisodeTools:
         """Tool name -> thread that runs the tool's code."""
         self.awaited: Counter[str] = Counter()
         """Tool name or `SEARCH` -> number of episodes that wait for it now."""
-        self.resumes = not isinstance(task.agent, CustomAgent) and not any(map(has_state, self.custom.values()))
+        has_own = isinstance(task.agent, CustomAgent | GatewayAgent)
+        self.resumes = not has_own and not any(map(has_state, self.custom.values()))
         """True if an interrupted episode can go on elsewhere. An agent or tool with a state of its own begins anew."""
         tags = tuple(tool.tag for tool in self.custom.values())
         shortest = 0
@@ -105,7 +110,9 @@ class EpisodeTools:
             )
 
     def close(self) -> None:
-        """Stop the threads of the tools without waiting for code that still runs; idempotent."""
+        """Stop the gateway and the threads of the tools without waiting for code that still runs; idempotent."""
+        if isinstance(self.agent, Gateway):
+            self.agent.close()
         while self.threads:
             self.threads.popitem()[1].abandon()
 
@@ -134,7 +141,9 @@ class Episode:
         self._question, self._tools = question, tools
         facts = EpisodeFacts(question, sample)
         self._box = Toolbox(tools.custom, tools.threads, tools.search, facts, tools.awaited)
-        self.recorder = Recorder(question, sample, tools.generator, tools.codec, tools.task, sampling, progress)
+        given = question, sample, tools.generator, tools.codec, tools.task, sampling
+        plays_chats = isinstance(tools.agent, Gateway)
+        self.recorder = ChatRecorder(*given) if plays_chats else Recorder(*given, progress)
 
     def progress(self) -> PartialEpisode | None:
         """Return the whole turns so far; None without any, and if the episode cannot be resumed."""
@@ -162,9 +171,9 @@ class Episode:
         return finish
 
     async def _play(self) -> Finish:
-        agent = self._tools.agent
+        agent: Any = self._tools.agent
         try:
-            finish = await agent(self._question, self._box, self.recorder)
+            finish: Finish = await agent(self._question, self._box, self.recorder)
         except EpisodeOver as over:
             return over.finish
         except (UserError, RunError):

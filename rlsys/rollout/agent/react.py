@@ -11,22 +11,22 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from rlsys.components import one_line
 from rlsys.data.question import Question
 from rlsys.data.trajectory import Action, Finish
 from rlsys.errors import UserError
+from rlsys.rollout.agent.chat_recorder import TOOL_CALL, tagged
 from rlsys.rollout.agent.observation import Observer
 from rlsys.rollout.agent.recorder import FurtherCall, Generation, Parsed, Recorder
 from rlsys.rollout.agent.tokens import Codec
 from rlsys.rollout.tools.calls import SEARCH, Toolbox, ToolResult, render_result
 from rlsys.rollout.tools.interface import Tool
 
-_CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
-_SAID, _RESULT = "rlsys_message", "rlsys_result_{}_"
-"""Texts in place of a message and of a result, to find what the template writes around them."""
+_RESULT = "rlsys_result_{}_"
+"""Text in place of a result, to find what the template writes around it."""
 
 
 async def react(question: Question, tools: Toolbox, recorder: Recorder, *, system: str) -> Finish:
@@ -38,7 +38,7 @@ async def react(question: Question, tools: Toolbox, recorder: Recorder, *, syste
         if generation.finish == "length":
             return Parsed(text, Action.INVALID, "")
         calls = chat.calls(text)
-        return calls[0].parsed(text) if calls else Parsed(text, Action.ANSWER, _answer(text, task.tags.answer))
+        return calls[0].parsed(text) if calls else Parsed(text, Action.ANSWER, tagged(text, task.tags.answer))
 
     while True:
         number = recorder.generations
@@ -101,11 +101,12 @@ class ChatFormat:
     def prompt(self, system: str, question: str) -> str:
         """Return the prompt, which describes the tools."""
         messages = [{"role": "system", "content": system}, {"role": "user", "content": question}]
-        return self._chat(messages, [_schema(name, *each[1:]) for name, each in self._functions.items()])
+        functions = [_schema(name, *each[1:]) for name, each in self._functions.items()]
+        return self._written(lambda: self._codec.chat(messages, functions))
 
     def calls(self, message: str) -> list[Call]:
         """Return the calls in a message, after its reasoning."""
-        return [self._call(body) for body in _CALL.findall(message.rpartition("</think>")[2])]
+        return [self._call(body) for body in TOOL_CALL.findall(message.rpartition("</think>")[2])]
 
     def tokens(self, results: int) -> int:
         """Return the number of tokens that the template writes around a number of results."""
@@ -146,16 +147,16 @@ class ChatFormat:
     def _around(self, results: int) -> list[str]:
         """Return what the template writes between a message and the next one, split where the `results` stand."""
         marks = [_RESULT.format(number) for number in range(results)]
-        messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _SAID}]
+        messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": ""}]
         messages += [{"role": "tool", "content": mark} for mark in marks]
-        parts = re.split("|".join(marks), self._chat(messages).partition(_SAID)[2])
+        parts = re.split("|".join(marks), self._written(lambda: self._codec.following(messages, said=1)))
         if len(parts) != results + 1:
             raise _no_template("it does not write the result of a tool")
         return parts
 
-    def _chat(self, messages: Sequence[Mapping[str, str]], tools: Sequence[Mapping[str, Any]] | None = None) -> str:
+    def _written(self, write: Callable[[], str]) -> str:
         try:
-            return self._codec.chat(messages, tools)
+            return write()
         except Exception as error:  # Raised by the template, which is code of the model's folder.
             raise _no_template(one_line(error)) from error
 
@@ -163,13 +164,6 @@ class ChatFormat:
 def _schema(name: str, argument: str, description: str) -> Mapping[str, Any]:
     parameters = {"type": "object", "properties": {argument: {"type": "string"}}, "required": [argument]}
     return {"type": "function", "function": {"name": name, "description": description, "parameters": parameters}}
-
-
-def _answer(message: str, tag: str) -> str:
-    """Return the text between the last answer tags of a message, else all text after its reasoning."""
-    said = message.rpartition("</think>")[2]
-    found = re.findall(rf"<{re.escape(tag)}>(.*?)</{re.escape(tag)}>", said, re.DOTALL)
-    return str(found[-1] if found else said).strip()
 
 
 def _no_template(reason: str) -> UserError:

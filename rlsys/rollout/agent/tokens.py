@@ -38,6 +38,8 @@ from rlsys.config.schema import TokenMode
 from rlsys.data.trajectory import Trajectory, Turn
 from rlsys.errors import UserError
 
+_SAID = "rlsys_message"
+"""Text in place of an answer, to find what a chat template writes after it."""
 UNSAMPLED = -1
 """Turn and version of a token that no turn sampled."""
 
@@ -104,11 +106,33 @@ class Codec:
             return question
         return self.chat([{"role": "user", "content": question}])
 
-    def chat(self, messages: Sequence[Mapping[str, str]], tools: Sequence[Mapping[str, Any]] | None = None) -> str:
+    def chat(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None) -> str:
         """Return `messages` by the chat template, which describes the functions `tools`, up to the start of an answer."""
         return self._tokenizer.apply_chat_template(
             list(messages), tools=tools, tokenize=False, add_generation_prompt=True
         )
+
+    def following(
+        self, messages: Sequence[Mapping[str, Any]], said: int, tools: Sequence[Mapping[str, Any]] | None = None
+    ) -> str:
+        """Return what the chat template writes after the text of message `said`: its end, and the later messages, up to
+        the start of an answer.
+
+        This follows the tokens of a sampled answer. Raises ValueError for a template that does not write an answer as
+        it is.
+        """
+        mark = _SAID
+        while any(mark in str(message) for message in messages):
+            mark += "_"
+        marked = [*messages[:said], {"role": "assistant", "content": mark}, *messages[said + 1 :]]
+        _, found, after = self.chat(marked, tools).partition(mark)
+        if not found:
+            raise ValueError("it does not write the text of an answer")
+        return after
+
+    def decode_all(self, ids: Sequence[int]) -> str:
+        """Return the text of `ids` with special tokens."""
+        return str(self._tokenizer.decode(list(ids), clean_up_tokenization_spaces=False))
 
     def special_text(self, token: int) -> str:
         """Return the text of a special token; empty for any other token."""

@@ -17,7 +17,8 @@ import asyncio
 import inspect
 import logging
 from collections import Counter
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Generator, Iterable, Mapping
+from contextlib import contextmanager
 from time import perf_counter
 from typing import Any, NamedTuple, Protocol, TypeVar
 
@@ -95,13 +96,19 @@ class Toolbox:
 
     async def call(self, tool: str, text: str) -> ToolResult:
         """Call `tool`, or the search if it is empty. The policy should read `render_result(result, tool)`."""
-        awaited, started = tool or SEARCH, perf_counter()
-        self._awaited[awaited] += 1
-        try:
+        started = perf_counter()
+        with self.waiting(tool or SEARCH):
             result = await self._call(tool, text)
-        finally:
-            self._awaited[awaited] -= 1
         return result._replace(seconds=perf_counter() - started)
+
+    @contextmanager
+    def waiting(self, name: str) -> Generator[None, None, None]:
+        """Count the episode as one that waits for `name` during the body."""
+        self._awaited[name] += 1
+        try:
+            yield
+        finally:
+            self._awaited[name] -= 1
 
     async def close(self) -> None:
         """Close the states of all tools; idempotent."""

@@ -21,35 +21,10 @@ from rlsys.rollout.agent.recorder import TurnSampling
 from rlsys.rollout.agent.tokens import Codec
 from tests.rollout.agent.scripted import CALCULATOR, Script, task
 from tests.support.bpe import build_tokenizer
+from tests.support.chat_templates import CHATML
 from tests.support.refusals import refused
 from tests.support.search_results import result_of
 
-CHATML = """\
-{%- if tools %}
-    {{- "<|im_start|>system\\n" + messages[0].content + "\\n\\n# Tools\\n\\n<tools>" }}
-    {%- for tool in tools %}{{- "\\n" + (tool | tojson) }}{%- endfor %}
-    {{- "\\n</tools><|im_end|>\\n" }}
-{%- elif messages[0].role == "system" %}
-    {{- "<|im_start|>system\\n" + messages[0].content + "<|im_end|>\\n" }}
-{%- endif %}
-{%- for message in messages %}
-    {%- if message.role == "user" %}
-        {{- "<|im_start|>user\\n" + message.content + "<|im_end|>\\n" }}
-    {%- elif message.role == "assistant" %}
-        {{- "<|im_start|>assistant\\n" + message.content }}
-        {%- for call in message.tool_calls or [] %}
-            {%- if message.content or not loop.first %}{{- "\\n" }}{%- endif %}
-            {{- '<tool_call>\\n{"name": "' + call.function.name + '", "arguments": ' }}
-            {{- (call.function.arguments | tojson) + "}\\n</tool_call>" }}
-        {%- endfor %}
-        {{- "<|im_end|>\\n" }}
-    {%- elif message.role == "tool" %}
-        {%- if messages[loop.index0 - 1].role != "tool" %}{{- "<|im_start|>user" }}{%- endif %}
-        {{- "\\n<tool_response>\\n" + message.content + "\\n</tool_response>" }}
-        {%- if loop.last or messages[loop.index0 + 1].role != "tool" %}{{- "<|im_end|>\\n" }}{%- endif %}
-    {%- endif %}
-{%- endfor %}
-{%- if add_generation_prompt %}{{- "<|im_start|>assistant\\n" }}{%- endif %}"""
 TOKENIZER = build_tokenizer(words=True)
 TOKENIZER.chat_template, TOKENIZER.eos_token = CHATML, "<|im_end|>"
 CODEC = Codec(TOKENIZER)

@@ -1,0 +1,539 @@
+"""Plays an episode by any agent that speaks an OpenAI or Anthropic API: token in, token out.
+
+    POST /SESSION/v1/chat/completions, /v1/completions, /v1/responses, /v1/messages     GET /SESSION/v1/models
+    POST /SESSION/v1/search   {"query": "..."} -> {"result": "..."}, the run's search
+
+The server listens on loopback, in the process and on the event loop of the engine. Each episode is a session with a path
+and a key of its own. The agent is a function or a command, and begins with the question, the session's `base_url` and
+its `api_key`.
+
+Invariants:
+- A request reaches the recorder of its own session only. A request without a key gets 401; a wrong key, the key of
+  another session and a session that is over get 404.
+- When an episode ends, in whatever way, its session is closed first: its running requests are cancelled, and later ones
+  get 404. A command is killed with its children. A plain function cannot be ended: its thread is left behind.
+- Code of the agent never runs on the event loop of the engine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import inspect
+import json
+import logging
+import os
+import signal
+import threading
+from collections import Counter
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Generator, Sequence
+from dataclasses import dataclass, field
+from hmac import compare_digest
+from math import isfinite
+from secrets import token_urlsafe
+from typing import Any, TypeVar
+
+from starlette.applications import Starlette
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from rlsys.components import check_callable, import_component, one_line
+from rlsys.config.schema import GatewayAgent, TaskConfig, TokenMode
+from rlsys.data.question import Question
+from rlsys.data.trajectory import Finish
+from rlsys.errors import RunError, UserError
+from rlsys.rollout.agent.chat_formats import FORMATS, MODEL, ChatCompletions, Format, parsed
+from rlsys.rollout.agent.chat_recorder import ChatRecorder, Refused, Reply
+from rlsys.rollout.agent.conversation_tree import Message
+from rlsys.rollout.agent.recorder import EpisodeOver
+from rlsys.rollout.tools.calls import Toolbox, render_result, within
+from rlsys.search.address import bind
+from rlsys.search.connections import EventStream, LimitedConfig, LimitedServer
+from rlsys.search.retrieval import SearchFailed
+from rlsys.search.web.loop import LoopThread
+
+T = TypeVar("T")
+AGENT = "agent"
+"""Key of the agent in the counts of what episodes wait for."""
+MOST_BODY_BYTES = 16 << 20
+BODY_S = 30.0
+"""Time for a request body to arrive."""
+MOST_CONNECTIONS = 4096
+MOST_AT_ONCE = 32
+"""Maximum number of requests of an episode that are read or answered at the same time."""
+MOST_REFUSED = 1000
+"""Number of refused requests of an episode after which every further one is refused unread."""
+MOST_OUTPUT_BYTES = 1 << 20
+"""Maximum length of what a command writes."""
+_KILLED_S = 5.0
+_log = logging.getLogger(__name__)
+
+
+def gateway_of(task: TaskConfig, settings: GatewayAgent) -> Gateway:
+    """Return the gateway of a task. Raises UserError for an agent or a task that it cannot play."""
+    key = "task.agent.entry"
+    if (settings.entry is None) == (not settings.command):
+        sentence = "task.agent needs either entry=package.module.function or command=[...]: give one of them."
+        raise UserError(sentence, code="missing" if settings.entry is None else "conflict", key=key)
+    entry = None
+    if settings.entry is not None:
+        path = settings.entry.replace(":", ".")
+        entry = import_component(path, key)
+        check_callable(entry, path, key, ("question", "base_url", "api_key"))
+    wrong = {"task.token_mode": "append"} if task.token_mode is not TokenMode.append else {}
+    wrong |= {"task.train_eos": "false"} if task.train_eos else {}
+    for name, needed in wrong.items():
+        sentence = f"task.agent.kind=gateway trains sampled tokens only: use {name}={needed}."
+        raise UserError(sentence, code="conflict", key=name)
+    return Gateway(settings, entry)
+
+
+Endpoint = Callable[[Request], Awaitable[Response]]
+
+
+class AgentFailed(Exception):
+    """Reason why an agent did not end its episode, as the end of a sentence."""
+
+
+@dataclass(eq=False)
+class _Session:
+    """One episode as the server sees it."""
+
+    recorder: ChatRecorder
+    tools: Toolbox
+    key: str = field(default_factory=lambda: token_urlsafe(24))
+    former: dict[str, Sequence[Message]] = field(default_factory=dict)
+    """Id of an answer -> its messages, for requests that refer to an earlier answer."""
+    running: set[asyncio.Task[Any]] = field(default_factory=set)
+    inside: int = 0
+    """Number of requests that are read or answered now."""
+    failed: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+    """Fails when the episode cannot go on."""
+
+    @contextlib.contextmanager
+    def entered(self) -> Generator[None, None, None]:
+        """Count a request as inside. Raises Refused beyond the limits of an episode."""
+        if self.recorder.counts.total() >= MOST_REFUSED:
+            sentence = f"{MOST_REFUSED} requests of this episode were refused: end the agent."
+            raise Refused(sentence, status=429, code="too_many_refused")
+        if self.inside >= MOST_AT_ONCE:
+            sentence = f"{MOST_AT_ONCE} requests of this episode are answered already: wait for one of them."
+            raise Refused(sentence, status=429, code="too_many_requests")
+        self.inside += 1
+        try:
+            yield
+        finally:
+            self.inside -= 1
+
+    def fail(self, error: BaseException) -> None:
+        """End the episode with `error`."""
+        if not self.failed.done():
+            self.failed.set_exception(error)
+
+    def end(self) -> None:
+        """Cancel all requests."""
+        self.failed.cancel()
+        if not self.failed.cancelled():
+            self.failed.exception()  # Marks it as seen.
+        for request in self.running:
+            request.cancel()
+
+
+Answer = Callable[[Request, _Session], Awaitable[Response]]
+
+
+class Gateway:
+    """The server of one engine's episodes, and their agents. It starts with the first episode; `close` it at the end."""
+
+    def __init__(self, settings: GatewayAgent, entry: Callable[..., Any] | None) -> None:
+        self.counts: Counter[str] = Counter()
+        """Totals: requests that were refused, whose client was gone, and agents that failed."""
+        self._settings, self._entry = settings, entry
+        self._name = f"task.agent.entry={settings.entry}" if entry else f"task.agent.command={settings.command[:1]}"
+        self._slots = asyncio.Semaphore(settings.concurrency)
+        self._sessions: dict[str, _Session] = {}
+        self._server: _Server | None = None
+        self._serving: asyncio.Task[None] | None = None
+        self._starting = asyncio.Lock()
+        self._url = ""
+        self._loop: LoopThread | None = None
+
+    async def __call__(self, question: Question, tools: Toolbox, recorder: ChatRecorder) -> Finish:
+        """Play an episode: run the agent and answer its requests until it ends.
+
+        Raises UserError for an agent that fails before its first answer, or that returns something else than text, a
+        number or None; RunError if the engine fails; EpisodeOver at the agent's time limit.
+        """
+        async with self._slots:
+            await self._start()
+            path, session = token_urlsafe(12), _Session(recorder, tools)
+            self._sessions[path] = session
+            try:
+                with tools.waiting(AGENT):
+                    return await self._play(question, f"{self._url}/{path}/v1", session)
+            finally:
+                del self._sessions[path]
+                session.end()
+                self.counts.update(recorder.counts)
+
+    def close(self) -> None:
+        """Stop the server and the agents' thread without waiting; idempotent."""
+        if self._server is not None:
+            self._server.should_exit = True
+        if self._loop is not None:
+            self._loop.abandon()
+            self._loop = None
+
+    async def _play(self, question: Question, url: str, session: _Session) -> Finish:
+        recorder = session.recorder
+        agent = asyncio.ensure_future(self._run(question.text or question.prompt, url, session.key))
+        try:
+            done = {agent, session.failed}
+            await asyncio.wait(done, timeout=self._settings.timeout_s, return_when=asyncio.FIRST_COMPLETED)
+            if session.failed.done():
+                session.failed.result()
+            if not agent.done():
+                raise EpisodeOver(Finish.ABORTED)
+            found = agent.result()
+        except AgentFailed as failure:
+            self.counts["failed"] += 1
+            if not recorder.generations:
+                fix = "correct it" if not recorder.counts else "read its error, and correct it"
+                raise self._error(f"{failure}: {fix}.") from failure
+            _log.warning("%s %s: the episode of question %s ends as aborted", self._name, failure, question.uid)
+            return recorder.limit or Finish.ABORTED
+        finally:
+            await within(_gone(agent), timeout_s=_KILLED_S)
+        return self._finish(found, recorder)
+
+    def _finish(self, found: Any, recorder: ChatRecorder) -> Finish:
+        """Take what the agent returned; return how the episode ended."""
+        given = found if isinstance(found, dict) else {"answer" if isinstance(found, str) else "reward": found}
+        answer, reward = given.get("answer"), given.get("reward")
+        sound = isinstance(answer, str | None) and given.keys() <= {"answer", "reward"}
+        if not sound or not (reward is None or (isinstance(reward, int | float) and isfinite(reward))):
+            raise self._error(f"returned {found!r:.80}: return an answer as text, a finite reward, or None.")
+        recorder.answer = None if answer is None else answer.strip()
+        recorder.reward = None if reward is None else float(reward)
+        return Finish.ANSWER if recorder.generations else recorder.limit or Finish.ABORTED
+
+    async def _run(self, question: str, url: str, key: str) -> Any:
+        """Run the agent; return what it returned. Raises AgentFailed."""
+        if self._entry is None:
+            return await _command(self._settings.command, question, url, key)
+        entry = self._entry
+        try:
+            if inspect.iscoroutinefunction(entry):
+                self._loop = self._loop or LoopThread(AGENT)
+                return await self._loop.result_of(entry(question, url, key))
+            return await _in_thread(lambda: entry(question, url, key))
+        except AgentFailed:
+            raise
+        except (Exception, SystemExit) as error:  # Code of the user; `exit()` in it must not end the process.
+            raise AgentFailed(f"failed ({one_line(error)})") from error
+
+    def _error(self, what: str) -> UserError:
+        return UserError(f"{self._name} {what}", code="user_code", key="task.agent")
+
+    async def _start(self) -> None:
+        """Start the server, unless it runs."""
+        async with self._starting:
+            if self._serving is not None and not self._serving.done():
+                return
+            sock = bind("127.0.0.1", 0)
+            options = {"log_level": "error", "lifespan": "off", "timeout_graceful_shutdown": 1}
+            config = LimitedConfig(self._app(), MOST_CONNECTIONS, **options)
+            self._server = _Server(config)
+            self._url = f"http://127.0.0.1:{sock.getsockname()[1]}"
+            sock.listen(config.backlog)
+            self._serving = asyncio.create_task(self._serve(self._server, sock))
+
+    @staticmethod
+    async def _serve(server: _Server, sock: Any) -> None:
+        with sock:
+            await server.serve(sockets=[sock])
+
+    def _app(self) -> Starlette:
+        routes = [
+            Route(f"/{{session}}{path}", self._endpoint(form), methods=["POST"]) for path, form in FORMATS.items()
+        ]
+        routes.append(Route("/{session}/v1/models", self._guarded(_models), methods=["GET"]))
+        routes.append(Route("/{session}/v1/search", self._guarded(self._search), methods=["POST"]))
+        return Starlette(routes=routes, exception_handlers={404: _unknown, 405: _unknown})
+
+    def _endpoint(self, form: type[Format]) -> Endpoint:
+        async def answer(request: Request, session: _Session) -> Response:
+            recorder, ignores = session.recorder, self._settings.ignore_sampling
+            body = await _body(request)
+            asked = parsed(form, body, recorder.codec, recorder.sampling, ignore_sampling=ignores)
+            if asked.streams:
+                return await _streamed(request, asked, session)
+            reply = await _unless_gone(request, session, _reply(asked, session, None))
+            return _json(asked.written(reply))
+
+        return self._guarded(answer, form)
+
+    def _guarded(self, answer: Answer, form: type[Format] = ChatCompletions) -> Endpoint:
+        """Return `answer` as an endpoint, for requests with the key of their session. Errors are written as in `form`."""
+
+        async def endpoint(request: Request) -> Response:
+            session = None
+            try:
+                session = self._session(request)
+                with session.entered():
+                    return await answer(request, session)
+            except Refused as refusal:
+                if session is None:
+                    self.counts["foreign"] += 1
+                else:
+                    session.recorder.refused(refusal.code)
+                return _json(form.error(refusal), refusal.status)
+            except Exception as error:  # A fault of this server ends the run; the client learns that there is one.
+                if session is not None:
+                    session.fail(error)
+                raise
+
+        return endpoint
+
+    def _session(self, request: Request) -> _Session:
+        scheme, _, key = request.headers.get("authorization", "").partition(" ")
+        key = key.strip() if scheme.lower() == "bearer" else request.headers.get("x-api-key", "")
+        if not key:
+            raise Refused("The api_key of the session is missing.", status=401, code="invalid_api_key")
+        session = self._sessions.get(request.path_params["session"])
+        if session is None or not compare_digest(session.key.encode(), key.encode("latin-1", "replace")):
+            raise Refused("There is no such session, or it is over.", status=404, code="unknown_session")
+        return session
+
+    async def _search(self, request: Request, session: _Session) -> Response:
+        query = _query(await _body(request))
+        if not session.tools.searches:
+            raise Refused("The run has no search: search.enabled=false.", status=404, code="unsupported")
+        try:
+            result = await _unless_gone(request, session, session.tools.search(query))
+        except SearchFailed as failure:
+            session.fail(failure)
+            raise Refused(
+                "No search server answers: the episode is over.", status=503, code="search_failed"
+            ) from failure
+        return _json({"result": render_result(result)})
+
+
+async def _reply(asked: Format, session: _Session, on_text: Callable[[str], None] | None) -> Reply:
+    """Return the engine's answer to a request. Raises Refused; if the engine fails, the episode fails too."""
+    request = asked.asked(session.former)
+    try:
+        reply = await session.recorder.generate(request, None if request.tools else on_text)
+    except (RunError, UserError) as error:
+        session.fail(error)
+        raise Refused("The engine has failed: the episode is over.", status=503, code="engine_failed") from error
+    except Refused as refusal:
+        if refusal.code == "aborted":
+            session.fail(EpisodeOver(Finish.ABORTED))
+        raise
+    session.former[asked.id] = (*request.messages, reply.message)
+    return reply
+
+
+async def _unless_gone(request: Request, session: _Session, work: Coroutine[Any, Any, T]) -> T:
+    """Return the result of `work`; cancel it if the client disconnects. Raises Refused then, and if the session ends."""
+    task = asyncio.ensure_future(work)
+    gone = asyncio.ensure_future(_disconnected(request))
+    session.running.add(task)
+    try:
+        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise Refused("The client has disconnected.", status=499, code="disconnected")
+        return _result(task)
+    finally:
+        gone.cancel()
+        session.running.discard(task)
+        await _gone(task)
+
+
+async def _streamed(request: Request, asked: Format, session: _Session) -> Response:
+    """Return the answer as events. The response begins with the first text, so that a refusal still has its status."""
+    texts: asyncio.Queue[str | None] = asyncio.Queue()
+    task = asyncio.ensure_future(_reply(asked, session, texts.put_nowait))
+    task.add_done_callback(lambda _: texts.put_nowait(None))
+    session.running.add(task)
+    task.add_done_callback(session.running.discard)
+    try:
+        first = await _unless_gone(request, session, texts.get())
+        if first is None and (task.cancelled() or task.exception() is not None):
+            _result(task)
+    except BaseException:
+        await _gone(task)
+        raise
+    return EventStream(_events(asked, session, task, first, texts))
+
+
+async def _events(
+    asked: Format, session: _Session, task: asyncio.Task[Reply], text: str | None, texts: asyncio.Queue[str | None]
+) -> AsyncGenerator[str, None]:
+    passed = 0
+    try:
+        for event in asked.begun():
+            yield event
+        while text is not None:
+            for event in asked.more(text[passed:]):
+                yield event
+            passed = len(text)
+            text = await texts.get()
+        reply = _result(task)
+        for event in asked.ended(reply, reply.message["content"][passed:]):
+            yield event
+    except Refused as refusal:  # The status is sent already: the error is the last event.
+        session.recorder.refused(refusal.code)
+        yield f"event: error\ndata: {json.dumps(asked.error(refusal))}\n\n"
+    finally:
+        if not task.done():
+            session.recorder.refused("disconnected")
+            await _gone(task)
+
+
+def _result(task: asyncio.Task[T]) -> T:
+    if task.cancelled():
+        raise Refused("The episode is over.", status=404, code="unknown_session")
+    return task.result()
+
+
+async def _disconnected(request: Request) -> None:
+    """Wait until the client is gone. Requires that the body has been read."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+def _query(body: bytes) -> str:
+    """Return the query in the body of a search. Raises Refused."""
+    try:
+        values = json.loads(body)
+    except (ValueError, RecursionError):
+        values = None
+    query = values.get("query") if isinstance(values, dict) else None
+    if not isinstance(query, str) or not query.strip():
+        raise Refused('Send {"query": "..."}.', param="query")
+    return query.encode("utf-8", "replace").decode("utf-8").strip()
+
+
+async def _body(request: Request) -> bytes:
+    """Read the body of a request. Raises Refused."""
+    body = bytearray()
+    try:
+        async with asyncio.timeout(BODY_S):
+            async for block in request.stream():
+                body += block
+                if len(body) > MOST_BODY_BYTES:
+                    raise Refused(f"The body has more than {MOST_BODY_BYTES} bytes.", status=413, code="too_large")
+    except TimeoutError:
+        raise Refused(f"The body did not arrive within {BODY_S:g} s.", status=408, code="timeout") from None
+    except ClientDisconnect:
+        raise Refused("The body is incomplete.", code="disconnected") from None
+    return bytes(body)
+
+
+async def _models(_: Request, session: _Session) -> Response:  # noqa: ARG001
+    about = {"id": MODEL, "object": "model", "created": 0, "owned_by": "rlsys"}
+    return _json({"object": "list", "data": [about]})
+
+
+async def _unknown(request: Request, _: Exception) -> Response:
+    known = ", ".join([*FORMATS, "/v1/models", "/v1/search"])
+    refusal = Refused(f"{request.method} of this path is not offered: {known} are.", status=404, code="unknown_path")
+    return _json(ChatCompletions.error(refusal), 404)
+
+
+def _json(values: Any, status: int = 200) -> Response:
+    """Write a response. The JSON is ASCII, which any text can be."""
+    return Response(json.dumps(values), status, media_type="application/json")
+
+
+async def _gone(task: asyncio.Future[Any]) -> None:
+    """Cancel a task, and wait until it has ended."""
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+
+
+async def _in_thread(work: Callable[[], Any]) -> Any:
+    """Run `work` in a thread of its own. A cancelled call leaves the thread behind, which ends with its process."""
+    loop = asyncio.get_running_loop()
+    answer: asyncio.Future[Any] = loop.create_future()
+
+    def settle(found: Any, error: AgentFailed | None) -> None:
+        if not answer.done():
+            answer.set_result(found) if error is None else answer.set_exception(error)
+
+    def run() -> None:
+        found, failure = None, None
+        try:
+            found = work()
+        except BaseException as error:  # noqa: BLE001, code of the user
+            failure = AgentFailed(f"failed ({one_line(error)})")
+        with contextlib.suppress(RuntimeError):  # The loop is closed.
+            loop.call_soon_threadsafe(settle, found, failure)
+
+    threading.Thread(target=run, name=AGENT, daemon=True).start()
+    return await answer
+
+
+async def _command(command: Sequence[str], question: str, url: str, key: str) -> Any:
+    """Run a command: it reads the question and the session as JSON, and writes the answer. Raises AgentFailed.
+
+    It writes text, or {"answer": ..., "reward": ...}. It is killed with its children when the call ends.
+    """
+    given = json.dumps({"question": question, "base_url": url, "api_key": key, "model": MODEL}).encode()
+    own = {"OPENAI_BASE_URL": url, "OPENAI_API_KEY": key}
+    own |= {"ANTHROPIC_BASE_URL": url.removesuffix("/v1"), "ANTHROPIC_API_KEY": key}
+    pipe = asyncio.subprocess.PIPE
+    try:
+        process = await asyncio.create_subprocess_exec(
+            *command, stdin=pipe, stdout=pipe, stderr=pipe, env=os.environ | own, start_new_session=True
+        )
+    except (OSError, ValueError) as error:
+        raise AgentFailed(f"cannot be started ({one_line(error)})") from error
+    assert process.stdin is not None
+    reads = [asyncio.create_task(_read(pipe)) for pipe in (process.stdout, process.stderr) if pipe is not None]
+    try:
+        with contextlib.suppress(ConnectionError):  # It need not read the question.
+            process.stdin.write(given)
+            await process.stdin.drain()
+        process.stdin.close()
+        status = await process.wait()
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        await process.wait()
+        said, errors = await asyncio.gather(*reads)
+    if status:
+        last = errors.decode("utf-8", "replace").strip().rpartition("\n")[2]
+        raise AgentFailed(f"ended with status {status} ({last:.200})")
+    if len(said) > MOST_OUTPUT_BYTES:
+        raise AgentFailed(f"wrote more than {MOST_OUTPUT_BYTES} bytes")
+    return _answer(said.decode("utf-8", "replace").strip())
+
+
+async def _read(pipe: asyncio.StreamReader) -> bytes:
+    """Return what comes from a pipe to its end, cut after a little more than `MOST_OUTPUT_BYTES`."""
+    found = bytearray()
+    while block := await pipe.read(1 << 16):
+        if len(found) <= MOST_OUTPUT_BYTES:
+            found += block
+    return bytes(found)
+
+
+def _answer(text: str) -> Any:
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        return text or None
+    return found if isinstance(found, dict) and found and found.keys() <= {"answer", "reward"} else text
+
+
+class _Server(LimitedServer):
+    """Server that leaves signals to the process that it is in."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Generator[None, None, None]:
+        """Override uvicorn's signal handling with a no-op."""
+        yield
