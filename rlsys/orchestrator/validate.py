@@ -46,6 +46,7 @@ from rlsys.config.schema import (
     CassetteMode,
     CriticConfig,
     Device,
+    GatewayAgent,
     Mode,
     OnUpdate,
     RunConfig,
@@ -294,6 +295,8 @@ def _tools(config: RunConfig) -> Iterator[Problem]:
     task, search = config.task, config.search
     yield from _refused(lambda: agent_of(task))
     yield from (Problem(problem.key, str(problem), problem.code) for problem in check_tools(task))
+    if isinstance(task.agent, GatewayAgent):
+        yield from _branches(config)
     message = task.agent.invalid_message if isinstance(task.agent, SearchR1Agent) else ""
     if not search.enabled and f"<{task.tags.search}>" in message:
         yield Problem.of(
@@ -305,6 +308,19 @@ def _tools(config: RunConfig) -> Iterator[Problem]:
             f"search.cassette.path={search.cassette.path} contradicts search.enabled=false: enable search, or set "
             "search.cassette.path=null."
         )
+
+
+def _branches(config: RunConfig) -> Iterator[Problem]:
+    """Yield the settings that need one context an episode, which an agent behind the gateway may not have."""
+    needing = {
+        "a critic, whose values follow one context": has_critic(config.algorithm),
+        "compat.observations_in_values=true": config.compat.observations_in_values,
+    }
+    for setting in (name for name, given in needing.items() if given):
+        sentence = (
+            f"task.agent.kind=gateway cannot have {setting}: choose another algorithm.advantage or compat, or agent."
+        )
+        yield Problem("task.agent.kind", sentence, "conflict")
 
 
 def _search(config: RunConfig) -> Iterator[Problem]:

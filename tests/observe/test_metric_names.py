@@ -20,7 +20,7 @@ from rlsys.algorithms.losses import DIVISOR, LossInputs, ValueLoss, policy_loss
 from rlsys.config.algorithm import AlgorithmConfig
 from rlsys.config.compose import typed
 from rlsys.config.schema import CustomMetric, RunConfig, TrackingConfig
-from rlsys.data.trajectory import Action, Group, Turn
+from rlsys.data.trajectory import Action, Branch, Group, Turn
 from rlsys.observe.metrics import Metric
 from rlsys.observe.records import read_metrics
 from rlsys.observe.status import Progress
@@ -104,7 +104,8 @@ def full_group() -> Group:
     one = rewarded(trajectory(range(3), turns=[turn], rollout_logprobs=[float("nan"), -1.0, -1.0]), 1.0)
     some = np.array([0.0, -1.0, -2.0], dtype=np.float32)
     arrays = dict.fromkeys(("old_logprobs", "ref_logprobs", "weights", "values", "returns"), some)
-    full = replace(one, parts={"f1": 1.0}, kl_sum=0.5, **arrays)
+    branched = replace(one.trajectory, branches=(Branch(0, "first"),))
+    full = replace(one, trajectory=branched, parts={"f1": 1.0}, kl_sum=0.5, **arrays)
     return Group(question(1), (full, full))
 
 

@@ -149,7 +149,8 @@ class Gateway:
     def __init__(self, settings: GatewayAgent, entry: Callable[..., Any] | None) -> None:
         self.counts: Counter[str] = Counter()
         """Totals: requests that were refused, whose client was gone, and agents that failed."""
-        self._settings, self._entry = settings, entry
+        self._entry, self._command = entry, settings.command
+        self._timeout_s, self._ignores_sampling = settings.timeout_s, settings.ignore_sampling
         self._name = f"task.agent.entry={settings.entry}" if entry else f"task.agent.command={settings.command[:1]}"
         self._slots = asyncio.Semaphore(settings.concurrency)
         self._sessions: dict[str, _Session] = {}
@@ -190,7 +191,7 @@ class Gateway:
         agent = asyncio.ensure_future(self._run(question.text or question.prompt, url, session.key))
         try:
             done = {agent, session.failed}
-            await asyncio.wait(done, timeout=self._settings.timeout_s, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(done, timeout=self._timeout_s, return_when=asyncio.FIRST_COMPLETED)
             if session.failed.done():
                 session.failed.result()
             if not agent.done():
@@ -221,7 +222,7 @@ class Gateway:
     async def _run(self, question: str, url: str, key: str) -> Any:
         """Run the agent; return what it returned. Raises AgentFailed."""
         if self._entry is None:
-            return await _command(self._settings.command, question, url, key)
+            return await _command(self._command, question, url, key)
         entry = self._entry
         try:
             if inspect.iscoroutinefunction(entry):
@@ -264,7 +265,7 @@ class Gateway:
 
     def _endpoint(self, form: type[Format]) -> Endpoint:
         async def answer(request: Request, session: _Session) -> Response:
-            recorder, ignores = session.recorder, self._settings.ignore_sampling
+            recorder, ignores = session.recorder, self._ignores_sampling
             body = await _body(request)
             asked = parsed(form, body, recorder.codec, recorder.sampling, ignore_sampling=ignores)
             if asked.streams:

@@ -65,7 +65,7 @@ def test_scores_are_in_the_order_of_the_samples(packed: bool, full: bool, count:
     sharder = BatchSharder(ParallelConfig(pp=2), processes=4, budget_tokens=16, pad_id=0, packed=packed)
     plan, batches = sharder.shard(asked)
     answers = [[answer(batch, full) for batch in of_rank] for of_rank in batches]
-    found = scores_of(plan, batches, answers)
+    found = scores_of(plan, batches, answers, asked)
     assert len(found) == len(asked)
     for one, scores in zip(asked, found, strict=True):
         tokens, mask = one.trajectory.tokens, one.trajectory.loss_mask

@@ -1,0 +1,202 @@
+"""Tests of the gateway's episodes: agents of each kind, how they end, and what of them is trained."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import closing
+from dataclasses import replace
+from typing import Any
+
+import psutil
+import pytest
+
+from rlsys.config.schema import GatewayAgent
+from rlsys.data.trajectory import Action, Finish
+from rlsys.errors import Code, RunError
+from rlsys.orchestrator.rewards.reward import Rewards
+from rlsys.orchestrator.validate import find_problems
+from rlsys.rollout.agent.episode import EpisodeGroup, EpisodeTools
+from rlsys.rollout.agent.gateway import Gateway
+from tests.rollout.agent import gateway_agents
+from tests.rollout.agent.gateway_play import ASKED, CODEC, DRAWN, END, Client, Engine, play, tools_of, trained
+from tests.support.composed import composed
+from tests.support.refusals import refused
+
+AGENTS = gateway_agents.__name__
+
+
+def agent(name: str, **more: Any) -> GatewayAgent:
+    return GatewayAgent(entry=f"{AGENTS}.{name}", **more)
+
+
+def command(kind: str, **more: Any) -> GatewayAgent:
+    return GatewayAgent(command=[*gateway_agents.COMMAND, kind], **more)
+
+
+@pytest.mark.parametrize(
+    ("played_by", "answer", "reward"),
+    [
+        (agent("plain"), "<answer> Rome </answer>", None),
+        (agent("says_nothing"), "Rome", None),
+        (agent("waits"), "Rome", 0.25),
+        (command("answers"), "<answer> Rome </answer>", None),
+        (command("rewards"), "<answer> Rome </answer>", 0.5),
+    ],
+    ids=["plain", "last message", "async with a reward", "command", "command with a reward"],
+)
+def test_agent_plays_and_its_tokens_are_trained(played_by: GatewayAgent, answer: str, reward: float | None) -> None:
+    engine = Engine(["Paris", "<answer> Rome </answer>"])
+    played = play(engine, played_by)
+    assert (played.finish, played.answer, played.agent_reward) == (Finish.ANSWER, answer, reward)
+    assert trained(played) == f"Paris{END}<answer> Rome </answer>{END}"
+    whole = (
+        f"<|im_start|>user\nWho? 東京{END}\n<|im_start|>assistant\nParis{END}\n"
+        f"<|im_start|>user\nSure?{END}\n<|im_start|>assistant\n<answer> Rome </answer>{END}"
+    )
+    assert CODEC.decode_all(played.tokens.tolist()) == whole
+    assert [turn.action for turn in played.turns] == [Action.MESSAGE, Action.ANSWER]
+    assert sorted({*played.versions[played.loss_mask].tolist()}) == [0, 1], "weights changed between the requests"
+    assert played.turns[0].observation.strip() == "user\nSure?\nassistant"
+
+
+def test_reward_of_the_agent_replaces_the_configured_one() -> None:
+    played = play(Engine(["Paris"]), agent("waits"))
+    config = composed()
+    reward = Rewards(config.reward, config.task, config.compat)
+    scored = asyncio.run(reward.score(ASKED, played))
+    assert (scored.reward, scored.turn_rewards, scored.parts) == (0.25, (0.0, 0.25), {"agent": 0.25})
+
+
+@pytest.mark.parametrize(
+    "played_by", [agent("raises_at_once"), agent("returns_a_list"), GatewayAgent(command=["/no/such/file"])]
+)
+def test_agent_that_cannot_play_ends_the_run_with_one_sentence(played_by: GatewayAgent) -> None:
+    with refused("user_code", "task.agent") as caught:
+        play(Engine(["Paris"]), played_by)
+    assert len(str(caught.value).splitlines()) == 1
+
+
+@pytest.mark.parametrize("played_by", [agent("raises_later"), command("fails")])
+def test_agent_that_fails_later_keeps_its_turns(played_by: GatewayAgent) -> None:
+    played = play(Engine(["Paris"]), played_by)
+    assert (played.finish, len(played.turns), trained(played)) == (Finish.ABORTED, 2, 2 * f"Paris{END}")
+
+
+@pytest.mark.parametrize("name", ["never_ends", "never_returns"])
+def test_agent_that_never_ends_is_given_up_with_its_turns_so_far(name: str) -> None:
+    gateway_agents.HELD.clear()
+    played = play(Engine(["Paris"]), agent(name, timeout_s=2.0))
+    gateway_agents.HELD.set()
+    assert (played.finish, trained(played)) == (Finish.ABORTED, len(played.turns) * f"Paris{END}")
+
+
+def test_command_that_hangs_is_killed() -> None:
+    played = play(Engine(["Paris"]), command("hangs", timeout_s=3.0))
+    assert (played.finish, len(played.turns), bool(played.loss_mask.any())) == (Finish.ABORTED, 0, False)
+    assert not [one for one in psutil.Process().children(recursive=True) if AGENTS in one.cmdline()]
+
+
+def test_turn_limit_ends_an_agent_that_asks_on_and_on() -> None:
+    played = play(Engine(["Paris"]), agent("asks_on_and_on"), max_turns=3)
+    assert (played.finish, len(played.turns)) == (Finish.TURN_LIMIT, 4)
+    assert [branch.cause for branch in played.branches] == ["first", "resampled"]
+
+
+def test_failure_of_the_engine_ends_the_episode_with_its_reason() -> None:
+    with pytest.raises(RunError, match="out of memory"):
+        play(Engine(["Paris"], fails=RunError("out of memory")), agent("plain"))
+
+
+async def test_episode_that_is_dropped_frees_its_request_and_closes_its_session() -> None:
+    engine, urls = Engine(["Paris"], halts=1), []
+
+    async def client(_: str, base_url: str, api_key: str) -> None:
+        urls.append((base_url, api_key))
+        async with Client(base_url, api_key) as asks:
+            await asks.chat()
+            await asks.chat("And?")
+
+    with closing(tools_of(engine, client)) as tools:
+        group = EpisodeGroup(ASKED, [0], tools, DRAWN)
+        playing = asyncio.create_task(group.play(asyncio.Semaphore(1), 60.0))
+        await engine.halted.wait()
+        playing.cancel()
+        await asyncio.gather(playing, return_exceptions=True)
+        (trajectory,) = group.trajectories()
+        async with Client(*urls[0]) as asks:
+            late = await asks.chat()
+        assert (group.progress(), tools.resumes) == ((), False)
+    assert (engine.cancelled, late.status_code) == (1, 404)
+    assert (trajectory.finish, trained(trajectory)) == (Finish.ABORTED, f"Paris{END}")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_client_that_disconnects_frees_its_request_and_records_nothing(stream: bool) -> None:
+    engine = Engine(["Paris"], halts=0)
+
+    async def client(_: str, base_url: str, api_key: str) -> str:
+        async with Client(base_url, api_key) as asks:
+            asking = asyncio.create_task(asks.chat(stream=stream))
+            while not engine.halted.is_set():
+                await asyncio.sleep(0.01)
+            asking.cancel()
+            await asyncio.gather(asking, return_exceptions=True)
+        async with Client(base_url, api_key) as asks:
+            while not engine.cancelled:
+                await asyncio.sleep(0.01)
+            await asks.chat("And?")
+        return "Rome"
+
+    with closing(tools_of(engine, client)) as tools:
+        group = EpisodeGroup(ASKED, [0], tools, DRAWN)
+        await group.play(asyncio.Semaphore(1), 60.0)
+        (played,) = group.trajectories()
+        assert isinstance(tools.agent, Gateway)
+        assert tools.agent.counts["disconnected"] == 1
+    assert (played.answer, trained(played), len(played.branches)) == ("Rome", f"Paris{END}", 1)
+
+
+def test_parallel_requests_are_branches() -> None:
+    async def client(_: str, base_url: str, api_key: str) -> None:
+        async with Client(base_url, api_key) as asks:
+            await asyncio.gather(*(asks.chat(f"part {number}") for number in range(3)))
+
+    played = play(Engine(["Paris"]), client)
+    assert [branch.cause for branch in played.branches] == ["first", "new_conversation", "new_conversation"]
+    assert trained(played) == 3 * f"Paris{END}"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "code", "key"),
+    [
+        ([], "missing", "task.agent.entry"),
+        ([f"task.agent.entry={AGENTS}.plain", "task.agent.command=[x]"], "conflict", "task.agent.entry"),
+        ([f"task.agent.entry={AGENTS}.missing"], "unknown", "task.agent.entry"),
+        (["task.agent.entry=tests.support.chat_templates.TEMPLATES"], "user_code", "task.agent.entry"),
+        ([f"task.agent.entry={AGENTS}.plain", "task.token_mode=retokenize"], "conflict", "task.token_mode"),
+        ([f"task.agent.entry={AGENTS}.plain", "task.train_eos=true"], "conflict", "task.train_eos"),
+        ([f"task.agent.entry={AGENTS}.plain", "algorithm.advantage=gae"], "conflict", "task.agent.kind"),
+        ([f"task.agent.entry={AGENTS}.plain", "compat.observations_in_values=true"], "conflict", "task.agent.kind"),
+    ],
+)
+def test_settings_that_cannot_run_are_refused_before_a_run(overrides: list[str], code: Code, key: str) -> None:
+    usual = ["task.agent=gateway", "task.token_mode=append", "task.train_eos=false"]
+    assert (key, code) in {(one.key, one.code) for one in find_problems(composed(*usual, *overrides))}
+
+
+def test_gateway_starts_once_for_all_episodes_of_an_engine() -> None:
+    engine, urls = Engine(["Paris"]), set()
+
+    async def client(_: str, base_url: str, api_key: str) -> None:
+        urls.add(base_url.split("/")[2])
+        async with Client(base_url, api_key) as asks:
+            assert (await asks.chat()).status_code == 200
+
+    async def group(tools: EpisodeTools) -> list[Finish]:
+        played = EpisodeGroup(replace(ASKED, uid="g"), range(8), tools, DRAWN)
+        await played.play(asyncio.Semaphore(8), 60.0)
+        return [each.finish for each in played.trajectories()]
+
+    with closing(tools_of(engine, client)) as tools:
+        assert asyncio.run(group(tools)) == [Finish.ANSWER] * 8
+    assert len(urls) == 1
