@@ -107,7 +107,14 @@ class Codec:
         return self.chat([{"role": "user", "content": question}])
 
     def chat(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None) -> str:
-        """Return `messages` by the chat template, which describes the functions `tools`, up to the start of an answer."""
+        """Return `messages` by the chat template, which describes the functions `tools`, up to the start of an answer.
+
+        Without a chat template, messages follow one another as they are; ValueError is raised for tools and their calls.
+        """
+        if self._tokenizer.chat_template is None:
+            if tools or any(message.get("tool_calls") for message in messages):
+                raise ValueError("the tokenizer has no chat template, so it writes no tools")
+            return "".join(str(message["content"]) for message in messages)
         return self._tokenizer.apply_chat_template(
             list(messages), tools=tools, tokenize=False, add_generation_prompt=True
         )

@@ -104,6 +104,7 @@ class Client:
     """Sends requests of a session by httpx."""
 
     def __init__(self, base_url: str, api_key: str) -> None:
+        self.key = api_key
         self._http = httpx.AsyncClient(base_url=base_url, timeout=60.0, headers={"Authorization": f"Bearer {api_key}"})
 
     async def __aenter__(self) -> Client:
@@ -116,6 +117,11 @@ class Client:
         """Send a body as JSON, or `content`."""
         return await self._http.post(path, **({"json": body} if body is not None else {}), **more)
 
-    async def chat(self, text: str = "Who?", **more: Any) -> httpx.Response:
+    async def get(self, path: str) -> httpx.Response:
+        """Fetch a path."""
+        return await self._http.get(path)
+
+    async def chat(self, text: str = "Who?", headers: dict[str, str] | None = None, **more: Any) -> httpx.Response:
         """Ask one question."""
-        return await self.post("/chat/completions", {"messages": [{"role": "user", "content": text}], **more})
+        body = {"messages": [{"role": "user", "content": text}], **more}
+        return await self.post("/chat/completions", body, headers=headers or {})

@@ -1,0 +1,1 @@
+"""Agents for `task.agent=gateway`, each with the library that a user would write it with."""
