@@ -12,12 +12,11 @@ from functools import cache
 from itertools import chain
 from pathlib import Path
 
+from rlsys.apps.planner.answer import shape_of
 from rlsys.cluster.planning.resolve import make_plan
 from rlsys.config.compose import PROJECT_CONFIGS, load_config
 from rlsys.config.schema import Device, RunConfig
-from rlsys.errors import UserError
 
-SHAPES = PROJECT_CONFIGS / "model" / "shapes"
 PAGE = PROJECT_CONFIGS.parent / "docs" / "memory.md"
 _BEGIN, _END = "<!-- tables: begin -->", "<!-- tables: end -->"
 _COLUMNS = {
@@ -46,21 +45,6 @@ def gpu_experiments() -> tuple[RunConfig, ...]:
     for config in found:
         config.model.path = str(shape_of(config.model.path))
     return found
-
-
-def shape_of(model_path: str) -> Path:
-    """Return the folder with the shape of the model `model_path`. Raises UserError if there is none."""
-    folder = SHAPES / Path(model_path).name.lower()
-    # A base model has the shape of its instruct model.
-    for found in (folder, folder.with_name(f"{folder.name}-instruct")):
-        if found.is_dir():
-            return found
-    known = ", ".join(sorted(path.name for path in SHAPES.iterdir()))
-    raise UserError(
-        f"model.path is {model_path}, whose shape is not among {known}: add {folder}/config.json.",
-        code="unknown",
-        key="model.path",
-    )
 
 
 def tables() -> str:

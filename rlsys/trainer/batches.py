@@ -362,21 +362,32 @@ def balance(costs: Sequence[float], ranks: int, equal_counts: bool = False) -> l
     """
     order = sorted(range(len(costs)), key=lambda index: -costs[index])
     step = ranks if equal_counts else 1
-    partitions: list[list[tuple[float, Batch]]] = []  # [partition][rank] cost and indices, most expensive first
-    for start in range(0, len(order), step):
-        shares = [(costs[index], [index]) for index in order[start : start + step]]
-        partitions.append(shares + [(0.0, [])] * (ranks - len(shares)))
+    # [partition][rank] cost and indices, most expensive first, without the ranks that have nothing: joining is then cheap
+    # on many ranks.
+    partitions = [
+        [(costs[index], [index]) for index in order[start : start + step]] for start in range(0, len(order), step)
+    ]
+
+    def spread(shares: list[tuple[float, Batch]]) -> float:
+        return shares[0][0] - (shares[-1][0] if len(shares) == ranks else 0.0)
+
+    def filled(shares: list[tuple[float, Batch]]) -> list[tuple[float, Batch]]:
+        return shares + [(0.0, []) for _ in range(ranks - len(shares))]
+
     # Entries are (negative spread, age, shares): the widest spread is popped first, and age breaks ties without
     # comparing shares.
-    heap = [(shares[-1][0] - shares[0][0], age, shares) for age, shares in enumerate(partitions)]
+    heap = [(-spread(shares), age, shares) for age, shares in enumerate(partitions)]
     heapify(heap)
     while len(heap) > 1:
         (_, age, first), (_, _, second) = heappop(heap), heappop(heap)
-        pairs = zip(first, reversed(second), strict=True)
-        joined = [(cost + other, indices + others) for (cost, indices), (other, others) in pairs]
+        if len(first) + len(second) <= ranks:
+            joined = first + second[::-1]
+        else:
+            pairs = zip(filled(first), reversed(filled(second)), strict=True)
+            joined = [(cost + other, indices + others) for (cost, indices), (other, others) in pairs]
         joined.sort(key=lambda share: -share[0])
-        heappush(heap, (joined[-1][0] - joined[0][0], age, joined))
-    return [indices for _, indices in heap[0][2]] if heap else [[] for _ in range(ranks)]
+        heappush(heap, (-spread(joined), age, joined))
+    return [indices for _, indices in filled(heap[0][2] if heap else [])]
 
 
 def _packed(sizes: Sequence[SampleSize], spec: MicroBatchSpec, cost: Callable[[Batch], float]) -> Plan:
@@ -497,12 +508,12 @@ class BatchSharder:
 
     def fills_micro_batches(self, samples: Sequence[Sample]) -> bool:
         """Return True if `samples` give every rank at least one non-empty micro-batch per pipeline stage."""
-        return fills_stages(self._plan(sequences_of(samples)), self._spec.stages)
+        return fills_stages(self.plan(sequences_of(samples)), self._spec.stages)
 
     def shard(self, samples: Sequence[Sample]) -> tuple[Plan, list[list[MicroBatch]]]:
         """Return the plan (indices of sequences) and the micro-batches of each data-parallel rank."""
         parts, spec = sequences_of(samples), self._spec
-        plan = self._plan(parts)
+        plan = self.plan(parts)
         options = (self._pad_id, spec.multiple_of, spec.packed, self._mask_of, spec.room_multiple)
         return plan, [[collate([parts[i] for i in batch], *options) for batch in rank] for rank in plan]
 
@@ -519,7 +530,8 @@ class BatchSharder:
             "budget": len(every) * self._spec.budget_tokens,
         }
 
-    def _plan(self, parts: Sequence[Sample]) -> Plan:
+    def plan(self, parts: Sequence[Sample]) -> Plan:
+        """Return the indices of the sequences in each rank's micro-batches."""
         trajectories = [sample.trajectory for sample in parts]
         sizes = [SampleSize(len(each.tokens), int(self._mask_of(each).sum())) for each in trajectories]
         return plan_micro_batches(sizes, self._flops, self._spec)

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from examples.extend import schedule as example
+from rlsys.apps.planner.virtual_time import run_virtually
 from rlsys.config.compose import as_dict, differences, recorded
 from rlsys.config.derived import max_staleness, max_wait, on_update
 from rlsys.config.schema import OnUpdate, RunConfig
@@ -23,7 +24,6 @@ from rlsys.orchestrator.validate import find_problems
 from tests.support.composed import composed
 from tests.support.refusals import refused
 from tests.support.trajectories import question, rewarded, trajectory
-from tests.support.virtual_time import run_virtually
 
 TOYS = "tests.extensions.schedule_toys"
 KEY = "trainer.schedule.kind"

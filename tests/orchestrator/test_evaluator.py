@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from rlsys.apps.planner.virtual_time import now
 from rlsys.config.schema import EvalConfig, RunConfig
 from rlsys.orchestrator.evaluation.heldout import Evaluation
 from rlsys.orchestrator.evaluator import ATTEMPTS, Evaluator
@@ -15,7 +16,7 @@ from rlsys.orchestrator.membership import NoEngineLeft
 from tests.orchestrator.groups.engines import NEVER, Engines, make, taking
 from tests.support.scheduled import NoSearch
 from tests.support.trajectories import question
-from tests.support.virtual_time import now, virtually
+from tests.support.virtual_time import virtually
 
 QUESTIONS = [question(number) for number in range(4)]
 EVALUATION_S = 60.0

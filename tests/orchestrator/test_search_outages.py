@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from rlsys.apps.planner.virtual_time import now
 from rlsys.config.schema import ClusterConfig, SearchConfig
 from rlsys.data.trajectory import Finish
 from rlsys.errors import RunError
@@ -24,7 +25,7 @@ from rlsys.orchestrator.search_server import LAST_PAUSE_S, WATCH_S, SearchOutage
 from rlsys.search.retrieval import SearchFailed
 from tests.orchestrator.groups.engines import SAMPLES, TIMEOUT_S, Engines, Worker, episodes, make
 from tests.support.trajectories import question, trajectory
-from tests.support.virtual_time import now, virtually
+from tests.support.virtual_time import virtually
 
 RETRIES_S = 20.0
 """Time for which a client tries a server that refuses connections."""

@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from rlsys.apps.planner.virtual_time import now
 from rlsys.config.schema import CassetteMode
 from rlsys.errors import RunError
 from rlsys.search.cassette import CassetteFile, CassetteTool, Header, RecordedCall
 from rlsys.search.retrieval import Passage, SearchResult
 from rlsys.search.wire import NoReplyError, Reply
-from tests.support.virtual_time import now
 
 RECORD, REPLAY, EXTEND = CassetteMode.record, CassetteMode.replay, CassetteMode.extend
 

@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rlsys.apps.planner.virtual_time import now, run_virtually
 from rlsys.search.dynamic_batching import Batcher, BatcherClosed, QueueFull
-from tests.support.virtual_time import now, run_virtually, virtually
+from tests.support.virtual_time import virtually
 
 
 class Doubler:

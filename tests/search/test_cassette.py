@@ -7,12 +7,13 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from rlsys.apps.planner.virtual_time import now, run_virtually
 from rlsys.config.schema import CassetteMode
 from rlsys.errors import Code
 from rlsys.search.cassette import Cassette
 from rlsys.search.retrieval import Failure, Passage, SearchResult
 from tests.support.refusals import refused
-from tests.support.virtual_time import now, run_virtually, virtually
+from tests.support.virtual_time import virtually
 
 from .scripted import EXTEND, RECORD, REPLAY, Script, found, rows, tool, written
 

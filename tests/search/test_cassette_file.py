@@ -10,10 +10,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from rlsys.apps.planner.virtual_time import run_virtually
 from rlsys.errors import RunError
 from rlsys.search.cassette import Cassette, CassetteFile, Header, RecordedCall
 from rlsys.search.retrieval import SearchResult
-from tests.support.virtual_time import run_virtually, virtually
+from tests.support.virtual_time import virtually
 
 from .scripted import EXTEND, RECORD, Script, found, rows, tool, written
 

@@ -9,9 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rlsys.apps.planner.virtual_time import now, run_virtually
 from rlsys.search.client import SearchClient
 from rlsys.search.retrieval import Failure, SearchResult
-from tests.support.virtual_time import now, run_virtually, virtually
+from tests.support.virtual_time import virtually
 
 from .scripted import SERVES, ScriptedServer, ScriptedWire, found
 

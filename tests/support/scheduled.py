@@ -17,6 +17,7 @@ from typing import Any
 from torch import Tensor
 
 from rlsys.algorithms.kl import kl_control
+from rlsys.apps.planner.virtual_time import run_virtually
 from rlsys.config.derived import scores_with_policy
 from rlsys.config.schema import Packing, RunConfig
 from rlsys.data.question import PromptSource, Question
@@ -38,7 +39,6 @@ from rlsys.trainer.batches import BatchSharder, MicroBatch, Plan
 from rlsys.weights.transport import BucketHandle, Receiver, TransportSpec, open_receiver, unpack
 from tests.support.megatron_processes import Host, HostedGroup
 from tests.support.recorded_episodes import Recording
-from tests.support.virtual_time import run_virtually
 
 EPISODE_S, CALL_S = 10.0, 2.0
 """Longest wait for a group's episodes, and longest wait before and after a call to a worker."""

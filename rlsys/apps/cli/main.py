@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import typer
 
-from rlsys.apps.cli import chat, convert, data, doctor, evaluate, own, runs, search, training
+from rlsys.apps.cli import chat, convert, data, doctor, evaluate, own, plan, runs, search, training
 from rlsys.errors import Interrupted, RunError, UserError, code_of, root_cause, with_code
 
 STATUS = {UserError: 2, RunError: 1, Interrupted: 130}
@@ -22,6 +22,7 @@ _DISK = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, err
 _HELP = "Reinforcement learning for language models that search."
 app = typer.Typer(help=_HELP, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 app.command("train", help="Train a policy with the settings of a config.")(training.train)
+app.command("plan", help="Predict the time of a step before renting machines.")(plan.command)
 app.command("launch", help="Train on several machines. Run the same command on each of them.")(training.launch)
 app.command("eval", help="Evaluate a model on question sets.")(evaluate.command)
 app.command("chat", help="Ask a model questions. The answers show its thoughts and searches.")(chat.command)

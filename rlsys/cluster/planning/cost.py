@@ -29,6 +29,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import inf, sqrt
+from pathlib import Path
+from typing import Any
+
+import yaml
 
 from rlsys.cluster.planning.memory import (
     BYTES,
@@ -53,33 +57,55 @@ class DeviceSpeed:
     flops: float  # Dense bfloat16 operations per second.
     memory: float  # Bytes per second from and to its memory.
     link: float  # Bytes per second to other devices of the machine, in one direction.
+    network: float  # Bytes per second to another machine.
+    host: float  # Bytes per second from and to the host's memory.
+    memory_gib: float
+    per_machine: int  # Devices that the links connect.
+    source: str
+
+
+def _speed(name: str, sheet: dict[str, Any]) -> DeviceSpeed:
+    tflops: float = sheet["tflops"] if "tflops" in sheet else PEAK_TFLOPS[name]
+    return DeviceSpeed(
+        flops=tflops * 1e12,
+        memory=sheet["memory_tb_s"] * 1e12,
+        link=sheet["link_gb_s"] * 1e9,
+        network=sheet["network_gb_s"] * 1e9,
+        host=sheet["host_gb_s"] * 1e9,
+        memory_gib=sheet["memory_gib"],
+        per_machine=sheet["per_machine"],
+        source=sheet["source"],
+    )
 
 
 DEVICE = "H100"
 """Device of the estimates; the experiments state GPUs of 80 GB."""
 SPEEDS = {
-    name: DeviceSpeed(PEAK_TFLOPS[name] * 1e12, memory, link)
-    for name, memory, link in (
-        ("A100", 2.039e12, 300e9),
-        ("H100", 3.35e12, 450e9),
-        ("H200", 4.8e12, 450e9),
-        ("H20", 4.0e12, 450e9),
-        ("B200", 8.0e12, 900e9),
-    )
+    name: _speed(name, sheet)
+    for name, sheet in yaml.safe_load(Path(__file__).with_name("hardware.yaml").read_text(encoding="utf-8")).items()
 }
-"""Device name -> speeds: data sheets of the SXM versions, A100 with 80 GB."""
+"""Device name -> speeds."""
 COMPUTE_SHARE = 0.45
 """Share of a device's peak that matrix products reach. Megatron-LM reports 41 to 48 % for training on H100 (its README);
 forward passes and prefill are assumed to reach the same."""
 MEMORY_SHARE = LINK_SHARE = 0.7
 """Share of the bandwidth of memory and links that is reached; an assumption."""
-NETWORK = 50e9
-"""Bytes per second of a device to another machine: one InfiniBand port of 400 Gbit/s per GPU, as in a DGX H100."""
+NETWORK = SPEEDS[DEVICE].network
+"""Bytes per second of a device to another machine."""
 EXCHANGE_S = 10e-6
 """Latency of one exchange between the ranks of an engine; an assumption."""
 HOST_S = 25e-6
 """Host time per request and decode step in SGLang's scheduler, mostly for the text in which it looks for stop strings;
 estimated from its source. It overlaps with the device's work."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shares:
+    """Shares of a device's speeds that programs reach."""
+
+    compute: float = COMPUTE_SHARE
+    memory: float = MEMORY_SHARE
+    link: float = LINK_SHARE
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,9 +145,15 @@ class StepCost:
     """Estimates for one step of `config`, whose model has the sizes `model`, on devices of the kind `device`."""
 
     def __init__(
-        self, config: RunConfig, model: Architecture, device: str = DEVICE, episode: EpisodeTokens = EXPECTED
+        self,
+        config: RunConfig,
+        model: Architecture,
+        device: str = DEVICE,
+        episode: EpisodeTokens = EXPECTED,
+        shares: Shares = Shares(),
     ) -> None:
         self.config, self.model, self.speed, self.episode = config, model, SPEEDS[device], episode
+        self.shares = shares
         self.flops = flops_of(model)
         self.parameters = count_parameters(model)
         self.episodes = config.trainer.prompts_per_step * config.algorithm.n_samples
@@ -166,14 +198,14 @@ class StepCost:
         settings, ranks = megatron_groups(self.config)[group], self.ranks[group]
         parallel = settings.parallel
         copies = len(ranks) // (parallel.tp * parallel.pp)  # Ranks with the same weights, which share the tokens.
-        busy = forwards * self.pass_flops(targets) / (len(ranks) * self.speed.flops * COMPUTE_SHARE)
-        busy += exchanges * self.episodes * self.episode.total / copies * self._exchanged_s(parallel, ranks)
+        busy = forwards * self.pass_flops(targets) / (len(ranks) * self.speed.flops * self.shares.compute)
+        busy += exchanges * self.episodes * self.episode.total / copies * self.exchanged_s(parallel, ranks)
         micro_batches = self.episodes * self.episode.total * parallel.cp / copies / settings.micro_batch_tokens
         waiting = parallel.pp - 1
         bubble = min(waiting / parallel.pp, sqrt(2 * waiting * max(1, updates) / micro_batches))
-        return busy * (1 + bubble) + updates * self._gradients_s(parallel, ranks)
+        return busy * (1 + bubble) + updates * self.gradients_s(parallel, ranks)
 
-    def _exchanged_s(self, parallel: ParallelConfig, ranks: Ranks) -> float:
+    def exchanged_s(self, parallel: ParallelConfig, ranks: Ranks) -> float:
         """Return the seconds per token in which a rank exchanges activations in one pass through its layers.
 
         A layer gathers and scatters the residual stream before and after attention and MLP. Experts receive each token's
@@ -182,24 +214,24 @@ class StepCost:
         model, item = self.model, BYTES[self.config.model.dtype]
         tp, cp, ep = parallel.tp, parallel.cp, parallel.ep
         stream, keys = model.hidden * item, 2 * model.kv_heads * model.head_dim * item / tp
-        of_layer = 4 * (tp - 1) / tp * stream / self._link(ranks, tp)
-        of_layer += 2 * (ep - 1) / ep * model.experts_per_token * stream / tp / self._link(ranks, ep)
-        of_layer += (cp - 1) * keys / self._link(ranks, tp * cp)
+        of_layer = 4 * (tp - 1) / tp * stream / self.link(ranks, tp)
+        of_layer += 2 * (ep - 1) / ep * model.experts_per_token * stream / tp / self.link(ranks, ep)
+        of_layer += (cp - 1) * keys / self.link(ranks, tp * cp)
         return model.layers / parallel.pp * of_layer
 
-    def _gradients_s(self, parallel: ParallelConfig, ranks: Ranks) -> float:
+    def gradients_s(self, parallel: ParallelConfig, ranks: Ranks) -> float:
         """Return the seconds in which data-parallel ranks reduce float32 gradients and gather weights."""
         copies = len(ranks) // (parallel.tp * parallel.pp)
         held = self.parameters / parallel.pp / max(parallel.tp, parallel.ep)
         nbytes = held * (4 + BYTES[self.config.model.dtype])
-        return (copies - 1) / copies * nbytes / self._link(ranks, len(ranks) // parallel.pp)
+        return (copies - 1) / copies * nbytes / self.link(ranks, len(ranks) // parallel.pp)
 
-    def _link(self, ranks: Ranks, size: int) -> float:
+    def link(self, ranks: Ranks, size: int) -> float:
         """Return the bytes per second between the members of each `size` consecutive ranks."""
         per_machine = self.config.cluster.devices_per_node or inf
         blocks = (ranks[start : start + size] for start in range(0, len(ranks), size))
         apart = any(block[0] // per_machine != block[-1] // per_machine for block in blocks)
-        return (NETWORK if apart else self.speed.link) * LINK_SHARE
+        return (self.speed.network if apart else self.speed.link) * self.shares.link
 
     def rollout_s(self) -> float:
         """Return the seconds in which the engines generate all episodes; infinite if an engine has no room for one."""
@@ -210,8 +242,8 @@ class StepCost:
         decode = episodes * episode.generated / requests * self.decode_s(requests)
         # The episodes of a group share the prompt's entries in the prefix cache.
         new = episodes * (episode.observations + episode.prompt / config.algorithm.n_samples)
-        compute = self.flops.of(episode.total, 0) / episode.total / (tp * self.speed.flops * COMPUTE_SHARE)
-        prefill = new * (compute + self._exchanged_s(ParallelConfig(tp=tp), self.ranks["rollout"]))
+        compute = self.flops.of(episode.total, 0) / episode.total / (tp * self.speed.flops * self.shares.compute)
+        prefill = new * (compute + self.exchanged_s(ParallelConfig(tp=tp), self.ranks["rollout"]))
         longest = (config.task.max_turns + 1) * config.task.max_turn_tokens
         return decode + prefill + max(0, longest - episode.generated) * self.decode_s(1)
 
@@ -234,12 +266,12 @@ class StepCost:
     def decode_s(self, requests: float) -> float:
         """Return the seconds of one decode step of an engine with this many requests, of mean context."""
         model, tp = self.model, self.config.rollout.engine.tp
-        bandwidth = self.speed.memory * MEMORY_SHARE
+        bandwidth = self.speed.memory * self.shares.memory
         read = engine_weights_bytes(self.config, model) / bandwidth
         operations = requests * (self.flops.per_token + self.flops.per_target)
-        compute = operations / (tp * self.speed.flops * COMPUTE_SHARE)
+        compute = operations / (tp * self.speed.flops * self.shares.compute)
         cache = requests * self._context * kv_token_bytes(self.config, model) / bandwidth
-        exchange = requests * self._exchanged_s(ParallelConfig(tp=tp), self.ranks["rollout"])
+        exchange = requests * self.exchanged_s(ParallelConfig(tp=tp), self.ranks["rollout"])
         exchange += 2 * model.layers * EXCHANGE_S if tp > 1 else 0.0
         return max(max(read, compute) + cache + exchange, requests * HOST_S)
 

@@ -11,6 +11,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from rlsys.apps.planner.virtual_time import now
 from rlsys.cluster.worker_group import RankDied, RankSilent
 from rlsys.config.algorithm import AlgorithmConfig
 from rlsys.config.schema import RolloutConfig, RunConfig
@@ -23,7 +24,6 @@ from rlsys.orchestrator.pipeline.rollout_pipeline import GroupLost
 from rlsys.rollout.agent.episode import EngineActivity
 from rlsys.rollout.agent.tokens import EpisodeProgress
 from tests.support.trajectories import question, trajectory
-from tests.support.virtual_time import now
 
 CALL_TIMEOUT_S = 1800.0
 SAMPLES = 4

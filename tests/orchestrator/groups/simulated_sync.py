@@ -8,10 +8,10 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+from rlsys.apps.planner.virtual_time import now
 from rlsys.errors import PeerLost
 from rlsys.weights.transport import BucketHandle
 from tests.orchestrator.groups.engines import Engines, Worker
-from tests.support.virtual_time import now
 
 BUCKETS = 3
 

@@ -8,6 +8,7 @@ from collections import Counter
 from math import ceil
 from typing import Any
 
+from rlsys.apps.planner.virtual_time import now, run_virtually
 from rlsys.orchestrator.engine_pool import (
     ABORT_TIMEOUT_S,
     MARGIN_S,
@@ -18,7 +19,6 @@ from rlsys.orchestrator.membership import NoEngineLeft, NoneSetAside
 from rlsys.orchestrator.pipeline.rollout_pipeline import GroupLost, LostReason
 from tests.orchestrator.groups.engines import NEVER, SAMPLES, TIMEOUT_S, Engines, make
 from tests.support.trajectories import question
-from tests.support.virtual_time import now, run_virtually
 
 
 class SeededRun:

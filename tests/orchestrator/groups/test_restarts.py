@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from rlsys.apps.planner.virtual_time import now, run_virtually
 from rlsys.cluster.worker_group import RankDied
 from rlsys.config.algorithm import AlgorithmConfig
 from rlsys.config.schema import ClusterConfig, Device, Mode, RolloutConfig, RunConfig, SglangConfig, SyncMode
@@ -30,7 +31,7 @@ from rlsys.rollout.agent.episode import EngineActivity
 from tests.orchestrator.groups.engines import CALL_TIMEOUT_S, NEVER, SAMPLES, TIMEOUT_S, Engines, make, settle, taking
 from tests.orchestrator.groups.simulated_sync import BUCKETS, Simulation
 from tests.support.trajectories import question
-from tests.support.virtual_time import now, run_virtually, virtually
+from tests.support.virtual_time import virtually
 
 STALL_S = 60.0
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from rlsys.apps.planner.virtual_time import now
 from rlsys.errors import RunError
 from rlsys.orchestrator.engine_pool import (
     ABORT_TIMEOUT_S,
@@ -19,7 +20,7 @@ from rlsys.rollout.agent.episode import EngineActivity
 from rlsys.rollout.agent.tokens import EpisodeProgress
 from tests.orchestrator.groups.engines import NEVER, SAMPLES, Engines, ask, make, settle, taking
 from tests.support.trajectories import question, trajectory
-from tests.support.virtual_time import now, virtually
+from tests.support.virtual_time import virtually
 
 
 def test_key_goes_to_the_least_loaded_engine_and_survives_one_death() -> None:

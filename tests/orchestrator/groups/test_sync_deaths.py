@@ -18,6 +18,7 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 
+from rlsys.apps.planner.virtual_time import now, run_virtually
 from rlsys.cluster.worker_group import RankDied
 from rlsys.config.schema import ClusterConfig, Device, RunConfig, SyncMode
 from rlsys.errors import PeerLost, RunError
@@ -33,7 +34,6 @@ from tests.orchestrator.groups.engines import CALL_TIMEOUT_S, make
 from tests.orchestrator.groups.simulated_sync import BUCKETS, Simulation
 from tests.support.megatron_processes import Host, Shell, fresh
 from tests.support.tensors import raw, some_tensors
-from tests.support.virtual_time import now, run_virtually
 
 
 def test_every_survivor_gets_every_version_whenever_engines_die(

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from numpy.testing import assert_array_equal
 
+from rlsys.apps.planner.virtual_time import run_virtually
 from rlsys.config.algorithm import AlgorithmConfig, GaeAdvantage, OldLogprobs
 from rlsys.config.schema import ClusterConfig, ParallelConfig, RolloutConfig, RunConfig, SglangConfig
 from rlsys.data.trajectory import Sample
@@ -17,7 +18,6 @@ from rlsys.observe.spans import Tracer
 from rlsys.orchestrator.worker_groups import OffloadManager, Switch, holdings, scores_of
 from rlsys.trainer.batches import BatchSharder, LogProbs, MicroBatch
 from tests.support.trajectories import sample
-from tests.support.virtual_time import run_virtually
 
 PLACEMENT = {"actor": "0-1", "inference": "2", "rollout": "3-6"}
 PPO = AlgorithmConfig(advantage=GaeAdvantage())

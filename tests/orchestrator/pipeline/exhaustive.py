@@ -19,10 +19,10 @@ from functools import partial
 from itertools import count
 from typing import Any
 
+from rlsys.apps.planner.virtual_time import HangError, VirtualLoop
 from tests.orchestrator.pipeline.fingerprint import Fingerprint
 from tests.orchestrator.pipeline.script import Script
 from tests.orchestrator.pipeline.simulation import Moment, Parts, Simulation, live
-from tests.support.virtual_time import HangError, VirtualLoop
 
 NEVER_S = 100.0
 """Seconds from which on a timer is the limit of a wait. All calls take 1 s."""

@@ -13,6 +13,7 @@ from unittest.mock import patch
 
 import pytest
 
+from rlsys.apps.planner.virtual_time import run_virtually
 from rlsys.orchestrator.engine_pool import EnginePool
 from rlsys.orchestrator.membership import Members
 from rlsys.orchestrator.pipeline.rollout_pipeline import RolloutPipeline
@@ -23,7 +24,6 @@ from tests.orchestrator.groups.test_sync_deaths import test_every_survivor_gets_
 from tests.orchestrator.pipeline.exhaustive import Scope, explore
 from tests.orchestrator.pipeline.planted import rewritten
 from tests.orchestrator.pipeline.simulation import simulate
-from tests.support.virtual_time import run_virtually
 
 SEEDS = 200
 

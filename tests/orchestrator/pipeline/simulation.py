@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from rlsys.apps.planner.virtual_time import EndlessError, HangError, run_virtually
 from rlsys.data.question import PromptSource, SourceState
 from rlsys.errors import root_cause
 from rlsys.observe import status
@@ -31,7 +32,6 @@ from tests.orchestrator.pipeline.script import Script
 from tests.orchestrator.pipeline.watched import LEARNERS, Breach, Failure, Property, Record, watched
 from tests.orchestrator.pipeline.workers import Devices, Engines, Handling, Learner, Scorer
 from tests.support.trajectories import question
-from tests.support.virtual_time import EndlessError, HangError, run_virtually
 
 MOST_TURNS = 20_000
 """Limit of the event loop's turns. A typical run takes some hundred; the longest of 3,000 seeds took a thousand."""

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from bench.check_scheduler import SCOPES, check
+from rlsys.apps.planner.virtual_time import HangError
 from tests.orchestrator.pipeline.exhaustive import END, Graph, Scope, Search, explore
 from tests.orchestrator.pipeline.fingerprint import Fingerprint
 from tests.orchestrator.pipeline.museum import MUSEUM, Exhibit
 from tests.orchestrator.pipeline.watched import Breach
-from tests.support.virtual_time import HangError
 
 SMALL = (
     "on-policy, 2 steps of 2 groups",

@@ -11,6 +11,7 @@ import pytest
 from numpy.testing import assert_allclose, assert_array_equal
 
 from rlsys.algorithms.kl import KlController
+from rlsys.apps.planner.virtual_time import now, run_virtually
 from rlsys.config.algorithm import (
     AdvantageBaseline,
     AdvantageScale,
@@ -30,7 +31,6 @@ from rlsys.observe.spans import Tracer
 from rlsys.orchestrator.pipeline.grouping import finish, mean_kl, over_mini_batch, turns_of
 from rlsys.orchestrator.rewards.reward import Scored, reward_group
 from tests.support.trajectories import question, rewarded, trajectory
-from tests.support.virtual_time import now, run_virtually
 
 GRPO = AlgorithmConfig(kl_coef=0.0)
 TRUNCATE = CorrectionConfig(CorrectionKind.truncate, CorrectionLevel.token, high=2.0)

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from rlsys.apps.planner.virtual_time import run_virtually
 from rlsys.config.schema import ClusterConfig, Device, RunConfig, TrackingConfig
 from rlsys.data.question import Question
 from rlsys.data.trajectory import Group, Sample, Scores, Trajectory
@@ -26,7 +27,6 @@ from rlsys.orchestrator.run_logger import RunLogger
 from rlsys.orchestrator.weight_sync import WeightSync
 from tests.orchestrator.pipeline.test_rollout_pipeline import InstantWorkers
 from tests.support.trajectories import rewarded
-from tests.support.virtual_time import run_virtually
 
 WARM, STEPS = 2_000, 10_000
 LOGGED = 10

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from rlsys.apps.planner.virtual_time import now, run_virtually
 from rlsys.config.schema import RunConfig, TrainerConfig
 from rlsys.data.question import PromptSource, Question
 from rlsys.data.trajectory import Group, Sample, Scores, Trajectory
@@ -20,7 +21,6 @@ from tests.orchestrator.pipeline.planted import PLANTED
 from tests.orchestrator.pipeline.simulation import Parts, breach_of, simulate
 from tests.orchestrator.pipeline.watched import Property
 from tests.support.trajectories import question, rewarded, trajectory
-from tests.support.virtual_time import now, run_virtually
 
 SEEDS = 1000
 """Number of seeds in a block; the default suite runs the first block only."""

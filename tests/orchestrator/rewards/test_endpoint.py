@@ -10,11 +10,11 @@ import httpx
 import pytest
 from aiohttp import web
 
+from rlsys.apps.planner.virtual_time import now, run_virtually
 from rlsys.errors import Code, RunError
 from rlsys.orchestrator.rewards.judge import ChatEndpoint
 from tests.orchestrator.rewards.chat import Chat, completion, settings, status
 from tests.support.refusals import refused
-from tests.support.virtual_time import now, run_virtually
 
 
 def ask(chat: Chat, **changes: object) -> str:

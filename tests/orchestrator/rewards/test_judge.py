@@ -12,11 +12,11 @@ from hypothesis import given
 from hypothesis import settings as settings_of_hypothesis
 from hypothesis import strategies as st
 
+from rlsys.apps.planner.virtual_time import run_virtually
 from rlsys.config.schema import CompatConfig, JudgeConfig, RewardConfig
 from rlsys.orchestrator.rewards.judge import Judge, fill, verdict_of
 from rlsys.orchestrator.rewards.reward import Rewards
 from tests.orchestrator.rewards.chat import Chat, completion, settings
-from tests.support.virtual_time import run_virtually
 from tests.support.written_episodes import TASK, episode, question, think
 
 PROMPT = JudgeConfig().prompt

@@ -1,0 +1,333 @@
+"""Simulates a generation engine with continuous batching, from event to event. Pure, on the running loop's clock.
+
+Between two events the batch is constant, so a decode step of B requests with K tokens in the KV cache takes
+
+    a + c K,    and K grows by B a step: n steps take about n a + c (K n + B n^2 / 2).
+
+The engine therefore jumps to the next event: a request ends its turn, the cache is full, a request arrives. Prefill comes
+before decoding, as in SGLang, and holds it up. An event costs O(log B), whatever the lengths.
+
+- Prefix cache: episodes of a group share their prompt; an episode that waits for a tool keeps its tokens until others need
+  the room, the longest waiting first.
+- Full cache: the request with most tokens left is retracted, waits first in line, and is prefilled again. Nothing is
+  admitted until a request ends.
+- Switch of weights: the cache is lost, and requests in flight are prefilled again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict, deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from heapq import heapify, heappop, heappush
+from math import sqrt
+
+EPSILON = 1e-6
+"""Decode steps that count as none: rounding of the clock."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineCosts:
+    """Seconds of an engine's work."""
+
+    step_s: float
+    """Of a decode step, whatever its batch."""
+    weights_s: float
+    """Reading the weights that every step needs."""
+    experts_s: float
+    """Reading all routed experts; 0 for a dense model."""
+    expert_share: float
+    """Share of the experts that one token uses."""
+    token_s: float
+    """Matrix products of one token in a decode step."""
+    request_s: float
+    """Exchange between the engine's devices, per request of a decode step."""
+    host_s: float
+    """Host time per request of a decode step; it overlaps with the devices' work."""
+    cache_s: float
+    """Reading one token of the KV cache."""
+    prefill_s: float
+    """Prefill of a token."""
+    pair_s: float
+    """Attention of one new token to one token before it, in prefill."""
+    cache_tokens: float
+    """Capacity of the KV cache."""
+    max_running: int
+    """Most requests of a batch."""
+
+    def decode_s(self, requests: int, cached: float) -> tuple[float, float]:
+        """Return the seconds of a decode step now, and by how much each further step is longer."""
+        read = self.weights_s + self.experts_s * (1 - (1 - self.expert_share) ** requests)
+        devices = self.step_s + max(read, self.token_s * requests) + self.request_s * requests + self.cache_s * cached
+        if (host := self.host_s * requests) > devices:
+            return host, 0.0
+        return devices, self.cache_s * requests
+
+    def fill_s(self, new: float, context: float) -> float:
+        """Return the seconds in which `new` tokens after `context` others are prefilled."""
+        return self.prefill_s * new + self.pair_s * new * (context + new / 2)
+
+
+@dataclass(slots=True, eq=False)
+class Prefix:
+    """Prompt that the episodes of a group share in an engine's cache."""
+
+    tokens: int
+    episodes: int
+    """Episodes that have not ended."""
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """Episode on an engine: its context, and what its current turn still generates."""
+
+    prefix: Prefix
+    ended: Callable[[Request], None]
+    """Called when the turn has ended; submits the next turn, or leaves the engine."""
+    own: float = 0.0
+    """Tokens of its context after the prompt."""
+    resident: bool = False
+    """True while the cache holds `own`."""
+    new: float = 0.0
+    """Tokens of an observation that the next prefill appends."""
+    left: float = 0.0
+    """Tokens that the turn still generates."""
+    target: float = 0.0
+    """Decode step of the engine after which the turn ends; only while it runs."""
+    version: int = -1
+    """Weight version of its first token; -1 before."""
+    left_engine: bool = False
+
+
+class SimulatedEngine:
+    """Engine that prefills and decodes requests."""
+
+    def __init__(self, costs: EngineCosts, version: int = 0) -> None:
+        self.costs, self.version = costs, version
+        self._busy_s = 0.0
+        self.retracted = 0
+        self.generated = 0.0
+        """Tokens that were decoded."""
+        self._loop = asyncio.get_running_loop()
+        self._waiting: deque[Request] = deque()
+        self._filling: list[Request] = []
+        self._running: list[tuple[float, int, Request]] = []
+        """Heap by `Request.target`."""
+        self._serial = 0
+        self._steps = 0.0
+        self._cached = 0.0
+        """Tokens of running and filling requests and of `_prefixes`."""
+        self._prefixes: set[Prefix] = set()
+        """Prompts in the cache."""
+        self._parked: OrderedDict[Request, float] = OrderedDict()
+        """Requests that wait for a tool -> tokens in the cache, the longest waiting first."""
+        self._parked_tokens = 0.0
+        self._full = False
+        self._paused = 0
+        self._since = 0.0
+        self._rate: tuple[float, float] | None = None
+        """Seconds of a decode step at `_since`, and its growth; None unless the engine decodes."""
+        self._timer: asyncio.Handle | None = None
+
+    @property
+    def busy_s(self) -> float:
+        """Seconds of work up to now."""
+        works = self._filling or self._rate is not None
+        return self._busy_s + (self._loop.time() - self._since if works else 0.0)
+
+    def submit(self, request: Request) -> None:
+        """Begin a turn of `request.left` tokens after `request.new` tokens of an observation."""
+        if request in self._parked:
+            self._cached += self._parked.pop(request)
+            self._parked_tokens -= request.own
+        self._waiting.append(request)
+        self._soon()
+
+    def leave(self, request: Request) -> None:
+        """Free the memory of a request that has ended its episode, or is cancelled."""
+        request.left_engine = True
+        if request in self._parked:
+            self._parked_tokens -= self._parked.pop(request)
+        prefix = request.prefix
+        prefix.episodes -= 1
+        if not prefix.episodes and prefix in self._prefixes:
+            self._prefixes.remove(prefix)
+            self._cached -= prefix.tokens
+
+    def cancel(self, request: Request) -> None:
+        """End a request before its turn has ended."""
+        self._settle()
+        if request in self._waiting:
+            self._waiting.remove(request)
+            if request.resident:
+                self._cached -= request.own
+        elif any(one is request for _, _, one in self._running):
+            self._running = [entry for entry in self._running if entry[2] is not request]
+            heapify(self._running)
+            self._cached -= request.own
+        elif request in self._filling:
+            self._filling.remove(request)
+            self._cached -= request.own + request.new
+        self.leave(request)
+        self._soon()
+
+    def pause(self) -> None:
+        """Stop at the next moment between two decode steps; a prefill ends first."""
+        self._settle()
+        self._paused += 1
+        self._soon()
+
+    def resume(self, version: int, keeps_cache: bool = False) -> None:
+        """Go on with the weights of `version`; without `keeps_cache`, everything in flight is prefilled again."""
+        self._settle()
+        self.version = version
+        self._paused -= 1
+        if not keeps_cache:
+            self._flush()
+        self._soon()
+
+    def _flush(self) -> None:
+        """Forget the cache."""
+        held = [entry[2] for entry in sorted(self._running)]
+        for request in held:
+            self._stop(request)
+        self._running = []
+        for request in [*held, *self._waiting, *self._parked]:
+            request.resident = False
+        self._waiting.extendleft(reversed(held))
+        self._parked.clear()
+        self._parked_tokens = 0.0
+        # A prefill that was under way counts for the new weights.
+        self._prefixes = {request.prefix for request in self._filling}
+        self._cached = sum(prefix.tokens for prefix in self._prefixes)
+        self._cached += sum(request.own + request.new for request in self._filling)
+
+    def _stop(self, request: Request) -> None:
+        """Move what a running request has generated in its turn to its context."""
+        done = request.left - (request.target - self._steps)
+        request.own, request.left = request.own + done, request.left - done
+
+    def _soon(self) -> None:
+        """Decide anew once all events of this moment have been heard."""
+        if not self._filling:
+            self._set(self._loop.call_soon(self._decide))
+
+    def _set(self, timer: asyncio.Handle) -> None:
+        """Replace the timer."""
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = timer
+
+    def _settle(self) -> None:
+        """Count the decode steps up to now."""
+        if self._rate is None:
+            return
+        first, growth = self._rate
+        passed = self._loop.time() - self._since
+        steps = (sqrt(first * first + 2 * growth * passed) - first) / growth if growth else passed / first
+        if self._running:  # The clock's rounding must not carry a request past its end.
+            steps = min(steps, self._running[0][0] - self._steps)
+        self._count(steps)
+        self._busy_s += passed
+        self._since, self._rate = self._loop.time(), None
+
+    def _count(self, steps: float) -> None:
+        grown = steps * len(self._running)
+        self._steps += steps
+        self._cached += grown
+        self.generated += grown
+
+    def _decide(self) -> None:
+        """End the turns that are over, then prefill, decode or rest."""
+        self._settle()
+        self._end_turns()
+        if self._paused or self._filling:
+            return
+        self._evict()
+        while self._cached > self.costs.cache_tokens and len(self._running) > 1:
+            self._retract()
+        self._filling, seconds = self._admit()
+        if self._filling:
+            self._since = self._loop.time()
+            self._set(self._loop.call_later(seconds, self._filled))
+        elif self._running:
+            self._decode()
+
+    def _decode(self) -> None:
+        """Set the timer to the next end of a turn, or to when the cache is full."""
+        batch = len(self._running)
+        steps = self._running[0][0] - self._steps
+        if batch > 1:
+            steps = min(steps, max(1.0, (self.costs.cache_tokens - self._cached) / batch))
+        first, growth = self._rate = self.costs.decode_s(batch, self._cached)
+        self._since = self._loop.time()
+        self._set(self._loop.call_later(steps * (first + growth * steps / 2), self._arrive, self._steps + steps))
+
+    def _arrive(self, steps: float) -> None:
+        """Decide at decode step number `steps`; the clock's rounding must not leave a part of it."""
+        self._count(steps - self._steps)
+        self._busy_s += self._loop.time() - self._since
+        self._rate = None
+        self._decide()
+
+    def _end_turns(self) -> None:
+        while self._running and self._running[0][0] - self._steps < EPSILON:
+            request = heappop(self._running)[2]
+            self._full = False
+            request.own, request.left = request.own + request.left, 0.0
+            self._cached -= request.own
+            self._parked[request] = request.own
+            self._parked_tokens += request.own
+            request.ended(request)
+
+    def _evict(self) -> None:
+        """Forget the tokens of those that wait for tools, as far as others need the room."""
+        while self._parked and self._cached + self._parked_tokens > self.costs.cache_tokens:
+            request, tokens = self._parked.popitem(last=False)
+            self._parked_tokens -= tokens
+            request.resident = False
+
+    def _retract(self) -> None:
+        entry = max(self._running)
+        self._running.remove(entry)
+        heapify(self._running)
+        request = entry[2]
+        self._stop(request)
+        request.resident = False
+        self._cached -= request.own
+        self._waiting.appendleft(request)
+        self._full = True
+        self.retracted += 1
+
+    def _admit(self) -> tuple[list[Request], float]:
+        """Return the waiting requests that fit, and the seconds of their prefill."""
+        costs, filling, seconds = self.costs, list[Request](), 0.0
+        while self._waiting and not (self._full and self._running):
+            if len(self._running) + len(filling) >= costs.max_running:
+                break
+            request = self._waiting[0]
+            prefix = request.prefix
+            prompt = 0 if prefix in self._prefixes else prefix.tokens
+            own = 0.0 if request.resident else request.own
+            if (self._running or filling) and self._cached + prompt + own + request.new > costs.cache_tokens:
+                break
+            self._waiting.popleft()
+            self._cached += prompt + own + request.new
+            seconds += costs.fill_s(prompt, 0) + costs.fill_s(own + request.new, prefix.tokens + request.own - own)
+            self._prefixes.add(prefix)
+            request.resident = True
+            filling.append(request)
+        return filling, seconds + (costs.step_s + costs.weights_s if filling else 0.0)
+
+    def _filled(self) -> None:
+        self._busy_s += self._loop.time() - self._since
+        for request in self._filling:
+            request.own, request.new = request.own + request.new, 0.0
+            if request.version < 0:
+                request.version = self.version
+            self._serial += 1
+            request.target = self._steps + request.left
+            heappush(self._running, (request.target, self._serial, request))
+        self._filling = []
+        self._decide()

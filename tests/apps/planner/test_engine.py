@@ -1,0 +1,149 @@
+"""Tests of the simulated engine: against a simulation token by token, and by conservation under Hypothesis."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rlsys.apps.planner.engine import EngineCosts, Prefix, Request, SimulatedEngine
+from rlsys.apps.planner.virtual_time import now, run_virtually
+from tests.apps.planner.made import FREE
+
+COSTS = replace(FREE, step_s=0.01, weights_s=0.004, token_s=0.0005, request_s=0.0001, prefill_s=0.0002, max_running=8)
+LENGTHS = st.lists(st.integers(1, 60), min_size=1, max_size=20)
+
+
+def ends(costs: EngineCosts, lengths: Sequence[int], prompt: int = 10) -> tuple[list[float], SimulatedEngine]:
+    """Return the time at which each request of one turn ends, all submitted at once, and the engine."""
+    found = [0.0] * len(lengths)
+
+    async def run() -> SimulatedEngine:
+        engine, done = SimulatedEngine(costs), asyncio.Event()
+        left = [len(lengths)]
+
+        def end(number: int, request: Request) -> None:
+            found[number] = now()
+            engine.leave(request)
+            left[0] -= 1
+            if not left[0]:
+                done.set()
+
+        for number, length in enumerate(lengths):
+            request = Request(Prefix(prompt, 1), ended=lambda one, number=number: end(number, one), left=length)
+            engine.submit(request)
+        await done.wait()
+        return engine
+
+    return found, run_virtually(run())
+
+
+def ends_by_token(costs: EngineCosts, lengths: Sequence[int], prompt: int = 10) -> list[float]:
+    """Return the same times by a loop over all decode steps; the cache never fills."""
+    time, waiting, running = 0.0, list(enumerate(lengths)), dict[int, int]()
+    found = [0.0] * len(lengths)
+    while waiting or running:
+        room = costs.max_running - len(running)
+        taken, waiting = waiting[:room], waiting[room:]
+        if taken:
+            time += costs.step_s + costs.weights_s + len(taken) * prompt * costs.prefill_s
+            running |= dict(taken)
+        cached = sum(prompt + lengths[number] - left for number, left in running.items())
+        time += costs.decode_s(len(running), cached)[0]
+        running = {number: left - 1 for number, left in running.items()}
+        for number in [number for number, left in running.items() if not left]:
+            found[number] = time
+            del running[number]
+    return found
+
+
+@given(LENGTHS)
+def test_jumps_between_events_equal_single_steps(lengths: list[int]) -> None:
+    assert ends(COSTS, lengths)[0] == pytest.approx(ends_by_token(COSTS, lengths))
+
+
+@given(LENGTHS)
+def test_growing_cache_is_integrated_within_one_token_of_each_request(lengths: list[int]) -> None:
+    """A batch of B requests reads up to B tokens less or more in a step than the continuous growth says."""
+    costs = replace(COSTS, cache_s=1e-5)
+    for jumped, single in zip(ends(costs, lengths)[0], ends_by_token(costs, lengths), strict=True):
+        assert single <= jumped + 1e-9 <= single + sum(lengths) * costs.cache_s * costs.max_running + 1e-8
+
+
+@given(LENGTHS)
+def test_engine_never_rests_while_there_is_work(lengths: list[int]) -> None:
+    found, engine = ends(COSTS, lengths)
+    assert engine.busy_s == pytest.approx(max(found))
+    assert engine.generated == pytest.approx(sum(lengths))
+
+
+@given(LENGTHS, st.integers(30, 200))
+def test_full_cache_retracts_but_loses_nothing(lengths: list[int], room: int) -> None:
+    found, engine = ends(replace(COSTS, cache_tokens=room), lengths)
+    assert all(found)
+    assert engine.generated == pytest.approx(sum(lengths))
+    assert engine._cached == pytest.approx(0.0, abs=1e-3)
+    if room >= sum(length + 10 for length in lengths):
+        assert engine.retracted == 0
+
+
+@pytest.mark.parametrize("name", ["step_s", "weights_s", "token_s", "request_s", "prefill_s", "cache_s"])
+@given(lengths=LENGTHS)
+def test_any_cheaper_work_is_never_slower(name: str, lengths: list[int]) -> None:
+    dear = replace(COSTS, cache_s=1e-5)
+    cheap = replace(dear, **{name: getattr(dear, name) / 2})
+    assert max(ends(cheap, lengths)[0]) <= max(ends(dear, lengths)[0]) + 1e-9
+
+
+def test_switch_of_weights_prefills_everything_in_flight_again() -> None:
+    """One request of 100 tokens at 0.0146 s a step: halfway, 10 + 50 tokens are prefilled again."""
+
+    async def run() -> tuple[float, float]:
+        engine, done = SimulatedEngine(COSTS), asyncio.Event()
+        request = Request(Prefix(10, 1), ended=lambda _: done.set(), left=100)
+        engine.submit(request)
+        first = COSTS.step_s + COSTS.weights_s
+        await asyncio.sleep(first + 10 * COSTS.prefill_s + 50 * decode)
+        engine.pause()
+        await asyncio.sleep(5.0)
+        engine.resume(version=1)
+        await done.wait()
+        return now(), request.version
+
+    decode = COSTS.decode_s(1, 0)[0]
+    took, version = run_virtually(run())
+    assert took == pytest.approx(2 * (COSTS.step_s + COSTS.weights_s) + 70 * COSTS.prefill_s + 100 * decode + 5.0)
+    assert version == 0, "a token of the first version stays the oldest"
+
+
+def test_episodes_of_a_group_share_their_prompt_and_a_waiting_one_keeps_its_tokens() -> None:
+    """Two episodes of a prompt of 1,000 tokens; one calls a tool, and its next turn prefills the observation alone."""
+    costs = replace(FREE, token_s=1.0, prefill_s=0.01)
+
+    async def run() -> float:
+        engine, done = SimulatedEngine(costs), asyncio.Event()
+        prefix, turns = Prefix(1000, 2), [1]
+
+        def end(request: Request) -> None:
+            if turns and request is first:
+                turns.pop()
+                request.new, request.left = 100, 5
+                engine.submit(request)
+            elif request is first:
+                engine.leave(request)
+                done.set()
+            else:
+                engine.leave(request)
+
+        first, second = Request(prefix, ended=end, left=5), Request(prefix, ended=end, left=5)
+        engine.submit(first)
+        engine.submit(second)
+        await done.wait()
+        return now()
+
+    # 1,000 tokens once; 5 steps of two requests; 100 tokens; 5 steps of one request.
+    assert run_virtually(run()) == pytest.approx(10 + 5 * 2 + 1 + 5)

@@ -1,0 +1,213 @@
+"""Tests of `rlsys plan`: costs against the estimates of `planning.cost`, the answer's sums, and refusals."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import pytest
+
+from rlsys.apps.cli.main import main
+from rlsys.apps.planner.answer import Machines, Planner, machines_of, shape_of, with_shape
+from rlsys.apps.planner.costs import HardwareCosts, Reached, read_reached
+from rlsys.apps.planner.workload import Workload
+from rlsys.cluster.planning.cost import EXPECTED, SPEEDS, Shares, StepCost
+from rlsys.cluster.planning.resolve import make_plan
+from rlsys.config.compose import load_config
+from rlsys.config.schema import AsyncSchedule, RunConfig
+from rlsys.errors import UserError
+from rlsys.observe.spans import PEAK_TFLOPS
+from rlsys.trainer.batches import SampleSize
+from rlsys.weights.weight_map import read_architecture
+
+IDEAL = Reached(
+    train_compute=0.45,
+    score_compute=0.45,
+    prefill_compute=0.45,
+    decode_memory=0.7,
+    link=0.7,
+    sync_link=0.5,
+    half_tokens=0.0,
+    call_s=0.0,
+    decode_step_s=0.0,
+    request_s=0.0,
+    step_s=0.0,
+)
+"""The shares that `planning.cost` assumes, and no other times."""
+
+
+@cache
+def config_of(name: str = "searchr1_qwen2.5_3b_1node", *settings: str) -> RunConfig:
+    return with_shape(load_config(name, settings))
+
+
+@pytest.mark.parametrize("name", ["searchr1_qwen2.5_3b_1node", "searchr1_qwen2.5_14b_2node"])
+def test_decode_takes_as_long_as_the_estimate_says(name: str) -> None:
+    config = config_of(name)
+    model = read_architecture(config.model.path)
+    engine = HardwareCosts(config, model, "H100", IDEAL, EXPECTED).engine()
+    estimate = StepCost(config, model, shares=Shares(0.45, 0.7, 0.7))
+    context = EXPECTED.prompt + (EXPECTED.observations + EXPECTED.generated) / 2
+    exchanges = 2 * model.layers * 10e-6 if config.rollout.engine.tp > 1 else 0.0
+    for requests in (1, 64, 512):
+        expected = estimate.decode_s(requests)
+        if requests < 512:  # With more, the estimate's host time is longer.
+            assert engine.decode_s(requests, requests * context)[0] + exchanges == pytest.approx(expected, rel=1e-6)
+    assert engine.cache_tokens == pytest.approx(estimate.room * context)
+
+
+def test_a_step_of_full_micro_batches_takes_as_long_as_the_estimate_says() -> None:
+    """2,560 equal episodes on four data-parallel ranks; two optimiser steps reduce gradients."""
+    config = config_of()
+    model = read_architecture(config.model.path)
+    costs = HardwareCosts(config, model, "H100", IDEAL, EXPECTED)
+    call, estimate = costs.calls()["actor"], StepCost(config, model)
+    size = SampleSize(EXPECTED.total, EXPECTED.generated)
+    plan = [[[0]] * 640] * 4
+    training = call.seconds(plan, [size])
+    gradients = 2 * estimate.gradients_s(config.actor.parallel, (0, 1, 2, 3))
+    assert training + gradients == pytest.approx(estimate.training_s(), rel=1e-6)
+    assert call.apply_s > gradients / 2, "the optimiser's own reads and writes are added"
+
+
+def test_small_micro_batches_reach_a_smaller_share() -> None:
+    config = config_of()
+    model = read_architecture(config.model.path)
+    call = HardwareCosts(config, model, "H100", replace(IDEAL, half_tokens=1000.0), EXPECTED).calls()["actor"]
+    full = replace(call, half_tokens=0.0)
+    sizes = [SampleSize(1000, 100)]
+    assert call.batch_s(sizes) == pytest.approx(2 * full.batch_s(sizes))
+
+
+def test_pipeline_stages_wait_for_the_first_and_the_last_micro_batch() -> None:
+    config = config_of()
+    model = read_architecture(config.model.path)
+    call = replace(HardwareCosts(config, model, "H100", IDEAL, EXPECTED).calls()["actor"], stages=4, token_s=0.0)
+    sizes = [SampleSize(1000, 100)]
+    one = call.batch_s(sizes)
+    assert call.seconds([[[0]] * 8], sizes) == pytest.approx((8 + 3) * one)
+
+
+def planner(config: RunConfig, **workload: Any) -> Planner:
+    reached, source = read_reached()
+    return Planner(config, "H100", reached, source, replace(Workload(), **workload))
+
+
+@pytest.fixture(scope="module")
+def answer() -> dict[str, Any]:
+    """Prediction of a small step of the 3B experiment."""
+    return planner(config_of("searchr1_qwen2.5_3b_1node", "trainer.prompts_per_step=32")).predict(2.0, measured=2)
+
+
+def test_answer_accounts_for_the_step(answer: dict[str, Any]) -> None:
+    assert sum(answer["actor_s"].values()) == pytest.approx(answer["step_s"])
+    assert max(answer["stages_s"].values()) <= answer["step_s"] * (1 + 1e-9)
+    assert {"rollout", "inference", "training", "weight sync"} <= answer["stages_s"].keys()
+    assert all(0 <= share <= 1 for share in answer["idle"].values())
+    assert answer["staleness"] == {"mean": 0, "max": 0, "bound": 0}
+    plan = make_plan(config_of())
+    assert answer["memory_gib_per_rank"] == {
+        name: group["memory_gib_per_rank"] for name, group in plan["groups"].items()
+    }
+    run = answer["run"]
+    assert run["cost"] == pytest.approx(answer["step_s"] * run["steps"] / 3600 * 8 * 2.0)
+    assert answer["costs"]["speeds"].startswith("data sheet: NVIDIA H100")
+
+
+def test_bottleneck_is_the_busiest_group(answer: dict[str, Any]) -> None:
+    busiest = min(answer["idle"], key=answer["idle"].__getitem__)
+    assert answer["bottleneck"].startswith(f"{busiest} works")
+
+
+def test_changes_that_help_are_simulated_and_sorted() -> None:
+    config = config_of("searchr1_qwen2.5_3b_1node", "trainer.prompts_per_step=16")
+    found = planner(config).helps()
+    assert [one["saves_s"] for one in found] == sorted((one["saves_s"] for one in found), reverse=True)
+    ahead = next(one for one in found if one["change"] == "async with max_staleness=1")
+    schedule = replace(config.trainer, schedule=AsyncSchedule(kind="async", max_staleness=1))
+    again = planner(replace(config, trainer=schedule)).predict(measured=2)
+    assert ahead["step_s"] == again["step_s"]
+
+
+def test_colocated_groups_switch_and_never_overlap() -> None:
+    config = config_of("searchr1_qwen2.5_3b_1node_colocated", "trainer.prompts_per_step=16")
+    found = planner(config).predict(measured=2)
+    parts = found["stages_s"]
+    assert sum(parts.values()) < found["step_s"]
+    assert found["actor_s"]["waits for rollouts"] > 0
+
+
+def test_a_critic_is_trained_beside_the_actor() -> None:
+    found = planner(config_of("searchr1_qwen2.5_3b_1node_ppo", "trainer.prompts_per_step=16")).predict(measured=1)
+    assert found["stages_s"]["values"] > 0
+    assert found["idle"].keys() == {"rollout", "actor", "inference", "critic"}
+
+
+def test_every_gpu_has_a_data_sheet_and_a_known_peak() -> None:
+    assert {"A100", "H100", "H200", "H20", "B200", "GB200", "CPU"} <= SPEEDS.keys()
+    for name, speed in SPEEDS.items():
+        assert speed.source
+        assert name == "CPU" or speed.flops == PEAK_TFLOPS[name] * 1e12
+
+
+def test_machines_are_read_and_applied() -> None:
+    assert Machines.parse("2x8xh200") == Machines(2, 8, "H200")
+    config, device = machines_of(config_of(), "8xH200")
+    assert (device, config.cluster.nodes, config.cluster.devices_per_node) == ("H200", 1, 8)
+    assert config.cluster.device_memory_gib == 141
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "key"),
+    [
+        (["--on", "8"], "malformed", "--on"),
+        (["--on", "0xH100"], "malformed", "--on"),
+        (["--on", "8xT4"], "unknown", "--on"),
+        (["--on", "16xH100"], "mismatch", "cluster.placement"),
+        (["--assume", "length=3"], "unknown", "--assume"),
+        (["--assume", "turn=-3"], "out_of_range", "--assume"),
+        (["--assume", "turn=many"], "out_of_range", "--assume"),
+        (["model.path=/none/such"], "unknown", "model.path"),
+        (["cluster.device_memory_gib=10"], "conflict", "cluster.device_memory_gib"),
+        (["cluster.placement.rollout='4-5'"], "conflict", "cluster.placement.inference"),
+    ],
+)
+def test_mistakes_are_refused_in_one_sentence(
+    words: list[str], code: str, key: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["rlsys", "plan", "-c", "searchr1_qwen2.5_3b_1node", *words])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    printed = capsys.readouterr().err.strip()
+    assert ended.value.code == 2
+    assert printed.endswith(f"[{code}]")
+    assert key in printed
+    assert "\n" not in printed
+
+
+@pytest.mark.parametrize("form", ["table", "json"])
+def test_command_prints_the_prediction(
+    form: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["plan", "-c", "searchr1_qwen2.5_3b_1node", "--on", "8xH200", "trainer.prompts_per_step=8"]
+    monkeypatch.setattr(sys, "argv", ["rlsys", *words, *(["--json"] if form == "json" else [])])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    printed = capsys.readouterr().out
+    assert not ended.value.code
+    if form == "json":
+        found = json.loads(printed)
+        assert found["device"] == "H200"
+        assert found["helps"]
+    else:
+        assert "8 x H200" in printed
+        assert "bottleneck" in printed
+
+
+def test_shape_of_an_unknown_model_is_refused() -> None:
+    with pytest.raises(UserError) as refused:
+        shape_of("no-such-model")
+    assert (refused.value.code, refused.value.key) == ("unknown", "model.path")
