@@ -193,7 +193,11 @@ class Launch:
             self._later(lambda: victim.send_signal(signal.SIGCONT))
 
     def _later(self, action: Callable[[], object]) -> None:
-        timer = threading.Timer(HELD_S, lambda: suppress(psutil.NoSuchProcess)(action)())
+        def act() -> None:
+            with suppress(psutil.NoSuchProcess):
+                action()
+
+        timer = threading.Timer(HELD_S, act)
         timer.daemon = True
         timer.start()
 

@@ -47,7 +47,7 @@ class Proxy:
     async def _answer(self, request: web.Request) -> web.StreamResponse:
         if self.mode is Kind.refuse and request.transport is not None:
             request.transport.abort()
-            raise ConnectionResetError
+            return web.Response()  # Nobody gets it.
         headers = {name: value for name, value in request.headers.items() if name not in _HOP}
         began, mode = time.monotonic(), self.mode
         asked = self._session.request(

@@ -20,6 +20,8 @@ from rlsys.errors import Interrupted, RunError, UserError, root_cause
 from rlsys.observe.faults import KILLED_BY, Restarts
 
 T = TypeVar("T")
+_SAYS = "RLSYS_SAYS_THAT_IT_ENDS"
+"""Environment variable of a supervised process: the descriptor for `say_that_it_ends`."""
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -42,11 +44,12 @@ def run_to_end(work: Coroutine[Any, Any, T]) -> T:
 
 
 def supervise(command: Sequence[str], restarts: Restarts, note: Callable[[str], None]) -> int:
-    """Run `command`, and run it again whenever a signal kills it, as often as `restarts` allows; return its exit status.
+    """Run `command`, and run it again whenever it is killed, as often as `restarts` allows; return its exit status.
 
-    Call it from the main thread. Ctrl-C, SIGTERM and SIGHUP go to the command, which is then not run again. All processes
-    that the command leaves are ended. The command ends with this process. `KILLED_BY` in its environment names the
-    signal that killed the command before it; it is empty at first.
+    It is killed by a signal, or by a library that ends the process: Ray does so in a call if its raylet has died. Such a
+    command has not called `say_that_it_ends`. Call this from the main thread. Ctrl-C, SIGTERM and SIGHUP go to the command,
+    which is then not run again. All processes that the command leaves are ended. The command ends with this process.
+    `KILLED_BY` in its environment names what killed the command before it; it is empty at first.
     """
     received: list[int] = []
     child: subprocess.Popen[bytes] | None = None
@@ -62,18 +65,31 @@ def supervise(command: Sequence[str], restarts: Restarts, note: Callable[[str], 
     adopt_orphans()
     reason = ""
     while True:
+        said, says = os.pipe()
+        os.set_blocking(said, False)
+        variables = {KILLED_BY: reason, _SAYS: str(says)}
         # Its own process group, so that the terminal does not send Ctrl-C a second time.
-        child = subprocess.Popen(ends_with_parent(command), env=os.environ | {KILLED_BY: reason}, process_group=0)
+        child = subprocess.Popen(
+            ends_with_parent(command), env=os.environ | variables, process_group=0, pass_fds=(says,)
+        )
+        os.close(says)
         if received:
             child.send_signal(received[-1])
         status = child.wait()
         end(descendants())
-        if status >= 0:
-            return status
-        reason = signal.Signals(-status).name
+        with open(said, "rb") as ends:
+            if status == 0 or (status > 0 and ends.read()):
+                return status
+        reason = signal.Signals(-status).name if status < 0 else f"a library, with status {status}"
         if received or not restarts.take():
-            return 128 - status
+            return 128 - status if status < 0 else status
         note(f"The run was killed by {reason}. It starts again.")
+
+
+def say_that_it_ends() -> None:
+    """Tell `supervise`, if it runs this process, that this process ends by itself."""
+    if _SAYS in os.environ:
+        os.write(int(os.environ[_SAYS]), b".")
 
 
 def _in_a_loop() -> bool:

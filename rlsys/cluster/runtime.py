@@ -39,6 +39,7 @@ from rlsys.cluster.local_ray import (
 from rlsys.config.schema import ClusterConfig, Device
 from rlsys.errors import RunError, UserError
 
+_log = logging.getLogger(__name__)
 T = TypeVar("T")
 RESOURCE = {Device.cpu: "CPU", Device.gpu: "GPU"}
 POLL_S = 0.5  # Poll interval for missing machines.
@@ -101,7 +102,8 @@ def ray_runtime(
         try:
             yield bundles
         finally:
-            remove_placement_group(bundles)
+            if cluster.address is not None:  # A local Ray stops now; if its head is dead, the call would block.
+                remove_placement_group(bundles)
 
 
 @contextmanager
@@ -187,8 +189,8 @@ async def answer(ask: Callable[[], T], timeout_s: float = ANSWER_S) -> T:
 class RayWatch:
     """Finds out that a process of the Ray which this process has started has died or hangs. A no-op for a Ray of others.
 
-    A call to Ray on the event loop may block for ever then. A thread therefore watches, and kills Ray's processes, so that
-    the call fails.
+    A call to Ray on the event loop may block for ever then. A thread therefore watches, and kills Ray's processes: a call
+    that needs the raylet then ends this process with status 1, and any other fails.
     """
 
     def __init__(
@@ -217,6 +219,7 @@ class RayWatch:
                     self._check(timeout_s)
             except RunError as problem:
                 if not over.is_set():
+                    _log.warning("%s", problem)  # A call that blocks may end this process.
                     end(self._processes.values(), timeout_s=0.0)
                     ended.set_exception(problem)
 

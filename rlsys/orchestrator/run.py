@@ -499,10 +499,13 @@ class Session:
             running = {"rollout": groups.engines.settle}
             await build_groups(self.config, self.workers, groups.devices.built, done, running)
             return
-        await build_groups(self.config, self.workers, groups.devices.built, done)
-        status.show("starts", "search")
-        await self.search.started()
-        status.show("", "search")
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._await_search())  # Meanwhile: a server that hangs should not be found out last.
+            await build_groups(self.config, self.workers, groups.devices.built, done)
+
+    async def _await_search(self) -> None:
+        with status.stage("starts", "search"):
+            await self.search.started()
 
 
 def lost_worker(error: BaseException) -> RankLost | None:

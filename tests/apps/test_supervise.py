@@ -28,6 +28,7 @@ sys.exit(supervise([sys.executable, "-c", sys.argv[1], *sys.argv[2:]], Restarts(
 """Runs the Python code of its first argument, at most three times."""
 RUN = """
 import os, pathlib, signal, subprocess, sys
+from rlsys.apps.running import say_that_it_ends
 folder = pathlib.Path(sys.argv[1])
 orphan = subprocess.Popen(["sleep", "3600"], start_new_session=True)
 life = len(list(folder.iterdir()))
@@ -35,10 +36,11 @@ part = folder / ".part"
 part.write_text(f"{os.getpid()} {orphan.pid} {os.environ['RLSYS_KILLED_BY']}")
 """
 """Begins a life: starts a process that would outlive it, and writes both ids."""
-DIES = 'part.rename(folder / f"life {life}")\nif life < int(sys.argv[2]): os.kill(os.getpid(), signal.SIGKILL)\norphan.kill()\n'
+DIES = 'part.rename(folder / f"life {life}")\nif life < int(sys.argv[2]): os.kill(os.getpid(), signal.SIGKILL)\norphan.kill()\nsay_that_it_ends()\n'
 WAITS = """
 def stop(*_):
     orphan.kill()
+    say_that_it_ends()
     sys.exit(130)
 signal.signal(signal.SIGTERM, stop)
 signal.signal(signal.SIGINT, stop)
@@ -101,6 +103,15 @@ def test_command_that_ends_with_an_error_is_not_run_again_and_leaves_no_process(
     ((pid, orphan, _),) = lives(tmp_path / "lives")
     assert gone(pid)
     assert gone(orphan)
+
+
+def test_command_that_a_library_ends_is_run_again(tmp_path: Path) -> None:
+    """As Ray does in a call after the death of its raylet."""
+    process = start(RUN + DIES.replace("os.kill(os.getpid(), signal.SIGKILL)", "os._exit(1)"), tmp_path / "lives", "9")
+    assert process.wait(LIMIT_S) == 1
+    found = lives(tmp_path / "lives")
+    assert len(found) == 3
+    assert all(gone(pid) and gone(orphan) for pid, orphan, _ in found)
 
 
 @pytest.mark.parametrize("sign", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])

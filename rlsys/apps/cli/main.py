@@ -12,6 +12,7 @@ from collections.abc import Callable
 import typer
 
 from rlsys.apps.cli import chat, convert, data, doctor, evaluate, own, plan, runs, search, training
+from rlsys.apps.running import say_that_it_ends
 from rlsys.errors import Interrupted, RunError, UserError, code_of, root_cause, with_code
 
 STATUS = {UserError: 2, RunError: 1, Interrupted: 130}
@@ -41,7 +42,10 @@ app.command("doctor", help=_DOCTOR)(doctor.command)
 
 def main() -> None:
     """Run the command line."""
-    run_command(app)
+    try:
+        run_command(app)
+    finally:
+        say_that_it_ends()
 
 
 def run_command(command: Callable[[], None]) -> None:
