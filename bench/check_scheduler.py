@@ -13,7 +13,7 @@ import gc
 import json
 import logging
 import time
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -26,7 +26,9 @@ from tests.orchestrator.pipeline.exhaustive import Scope, Search, explore
 
 RESULT = Path("outputs/bench/check_scheduler.json")
 _CRASHES = {"deaths": [(1.0, 0), (1.0, 1)], "last_may_die": True}
+_CRASH, _AGAIN = {"deaths": [(1.0, 0)], "last_may_die": True}, {"deaths": [(1.0, 0), (1.0, 0)], "last_may_die": True}
 _STALE_1, _STALE_2 = {"kind": "async", "max_staleness": 1}, {"kind": "async", "max_staleness": 2}
+_POOL = {"sizes": (1,), "pooled": True}
 SCOPES: dict[str, dict[str, Any]] = {
     "on-policy, 2 steps of 2 groups": {"sizes": (2,)},
     "on-policy, 1 step of 4 groups": {"sizes": (4,), "steps": 1},
@@ -38,17 +40,32 @@ SCOPES: dict[str, dict[str, Any]] = {
     "on-policy, 2 steps of 1 group, resume": {"sizes": (1,), "resumes": True},
     "on-policy, 2 steps of 1 group, 2 crashes, resume": {"sizes": (1,), "resumes": True, **_CRASHES},
     "on-policy, 2 steps of 1 group, every turn": {"sizes": (1,), "every_turn": True},
+    "on-policy, 1 step of 2 groups, every turn": {"sizes": (2,), "steps": 1, "every_turn": True},
     "colocated, 2 steps of 2 groups": {"sizes": (2,), "kind": "sequential", "least": float("inf")},
     "staleness 1, 2 steps of 1 group": {"sizes": (1,), **_STALE_1},
     "staleness 1, 3 steps of 1 group": {"sizes": (1,), "steps": 3, **_STALE_1},
     "staleness 1, 4 steps of 1 group": {"sizes": (1,), "steps": 4, **_STALE_1},
-    "staleness 1, 2 steps of 2 groups": {"sizes": (2,), **_STALE_1},
     "staleness 1, 2 steps of 1 group, 2 crashes": {"sizes": (1,), **_STALE_1, **_CRASHES},
     "staleness 1, 2 steps of 1 group, resume": {"sizes": (1,), "resumes": True, **_STALE_1},
+    "staleness 1, 2 steps of 1 group, 2 turns, resume": {"sizes": (1,), "turns": 2, "resumes": True, **_STALE_1},
+    "staleness 1, 2 steps of 1 group, 2 turns, continue": {"sizes": (1,), "turns": 2, "mixed": True, **_STALE_1},
+    "staleness 1, 2 steps of 1 group, every turn": {"sizes": (1,), "every_turn": True, **_STALE_1},
     "staleness 2, wait 1, 3 steps of 1 group": {"sizes": (1,), "steps": 3, **_STALE_2, "kind": "bounded_wait", "max_wait": 1},
     "staleness 2, 3 steps of 1 group": {"sizes": (1,), "steps": 3, **_STALE_2},
+    "staleness 2, 2 steps of 1 group, 2 crashes": {"sizes": (1,), **_STALE_2, **_CRASHES},
+    "staleness 2, 2 steps of 1 group, resume": {"sizes": (1,), "resumes": True, **_STALE_2},
+    "engine pool, 2 steps of 1 group, 2 crashes": {**_POOL, **_CRASHES},
+    "engine pool, 1 engine, 1 step of 1 group, 2 crashes, 2 restarts": {**_POOL, "engines": 1, "steps": 1, **_AGAIN, "restarts": 2},
+    "engine pool, 1 engine, 2 steps of 1 group, 2 crashes, 2 restarts, copies":
+        {**_POOL, "engines": 1, **_AGAIN, "restarts": 2, "copies": True},
+    "staleness 1, 2 steps of 1 group, crash, resume": {"sizes": (1,), "resumes": True, **_STALE_1, **_CRASH},
+    "staleness 2, 4 steps of 1 group": {"sizes": (1,), "steps": 4, **_STALE_2},
+    "engine pool, 2 steps of 1 group, 2 crashes, 1 restart": {**_POOL, **_CRASHES, "restarts": 1},
+    "engine pool, 1 step of 1 group, 2 crashes, 2 restarts": {**_POOL, "steps": 1, **_CRASHES, "restarts": 2},
+    "staleness 1, 2 steps of 2 groups": {"sizes": (2,), **_STALE_1},
+    "staleness 1, 3 steps of 1 group, 2 crashes": {"sizes": (1,), "steps": 3, **_STALE_1, **_CRASHES},
 }  # fmt: skip
-"""Name -> values of `Scope`; all have two engines."""
+"""Name -> values of `Scope`, the largest last; two engines unless the name says otherwise."""
 
 
 @dataclass(frozen=True)
@@ -91,12 +108,13 @@ def main(
     chosen = [scope for scope in SCOPES if only in scope]
     table = Table("scope", "states", "edges", "depth", "CPU s")
     with ProcessPoolExecutor(jobs, initializer=_prepare) as pool:
-        rows = []
-        for row in pool.map(check, chosen, [most_states] * len(chosen)):
-            rows.append(row)
+        asked = [pool.submit(check, scope, most_states) for scope in chosen]
+        for done in as_completed(asked):
+            row = done.result()
             console.print(
                 f"{row.scope}: {row.states:,} states, {row.edges:,} edges, {row.cpu_seconds:.1f} s {row.violation}"
             )
+        rows = [one.result() for one in asked]
     for row in rows:
         scope = f"[red]{row.scope}: {row.violation}" if row.violation else row.scope
         table.add_row(scope, f"{row.states:,}", f"{row.edges:,}", str(row.depth), f"{row.cpu_seconds:.1f}")

@@ -33,13 +33,14 @@ from tests.orchestrator.pipeline.workers import Engine, Engines, Play
 
 
 class _Sender:
-    """Worker group that sends weights, `digest` of which it has at the moment; a transfer takes a while."""
+    """Worker group that sends weights; a transfer takes a while."""
 
     driver_host = ""
 
-    def __init__(self, name: str, script: Script, digest: Callable[[], str]) -> None:
+    def __init__(self, name: str, script: Script, digest: Callable[[], str], receivers: dict[Engine, None]) -> None:
+        """`digest` is that of the weights that the group has now. `receivers` are the engines that stage them."""
         self.name, self.ranks = name, (SimpleNamespace(name=f"{name} rank 0"),)
-        self._script, self._digest, self._begun = script, digest, ""
+        self._script, self._digest, self._receivers, self._begun = script, digest, receivers, ""
 
     async def call(self, method: str, *_: Any) -> list[Any]:
         """Answer a call of the weight sync; there are no buckets."""
@@ -47,7 +48,11 @@ class _Sender:
             self._begun = self._digest()
             await self._script.pause("update")
         if method == "end_export":
-            return [self._begun if self._begun == self._digest() else "weights of two moments"]
+            sent = self._begun if self._begun == self._digest() else "weights of two moments"
+            for engine in self._receivers:
+                engine.staged = sent
+            self._receivers.clear()
+            return [sent]
         return [1.0] if method == "open_export" else [None]
 
 
@@ -71,6 +76,8 @@ class PooledEngines(Engines):
         """Lives of members whose processes die while they start."""
         self._pushed = ""
         """Digest of the weights that were pushed last."""
+        self._receivers: dict[Engine, None] = {}
+        """Engines that take part in the current transfer."""
 
     def open(self, wake: Callable[[], None]) -> None:
         """Open the pool in the running loop; `wake` is called whenever members change."""
@@ -80,10 +87,11 @@ class PooledEngines(Engines):
             algorithm=AlgorithmConfig(n_samples=script.samples),
             cluster=ClusterConfig(device=Device.cpu, restarts=script.restarts),
         )
-        tracer, actor = Tracer("driver", clock=lambda: 0), _Sender("actor", script, self._of_actor)
-        copies: Any = _Sender("inference", script, lambda: self._pushed) if script.copies else None
+        tracer = Tracer("driver", clock=lambda: 0)
+        sender: Any = _Sender("actor", script, self._of_actor, self._receivers)
+        holder: Any = _Sender("inference", script, lambda: self._pushed, self._receivers)
+        copies = holder if script.copies else None
         workers: Any = self
-        sender: Any = actor
         self.pool = EnginePool(workers, config, tracer, [])
         self.pool.engines.subscribe(lambda _: wake())
         self.sync = WeightSync(sender, [self.pool], config.cluster, Path(), tracer, copies=copies)
@@ -207,8 +215,11 @@ class PooledEngines(Engines):
 
     def _open_transport(self, *_: Any) -> None: ...
 
-    def _begin_update(self, *_: Any) -> None: ...
+    def _begin_update(self, engine: Engine, _: int) -> None:
+        engine.staged = ""
+        self._receivers[engine] = None
 
     async def _finish_update(self, engine: Engine, version: int, digest: str) -> None:
-        self.record.hold(Property.pushed, digest == f"{version}.0", f"engine {engine.number} gets {digest}")
+        whole = engine.staged == digest == f"{version}.0"
+        self.record.hold(Property.pushed, whole, f"engine {engine.number} has {engine.staged}, not {digest}")
         await self._take_version(engine, version)

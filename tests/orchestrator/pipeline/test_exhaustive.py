@@ -10,9 +10,12 @@ import pytest
 
 from bench.check_scheduler import SCOPES, check
 from rlsys.apps.planner.virtual_time import HangError
+from rlsys.orchestrator.pipeline.rollout_pipeline import RolloutPipeline
+from rlsys.orchestrator.supervisor import Supervisor
+from rlsys.orchestrator.weight_sync import WeightSync
 from tests.orchestrator.pipeline.exhaustive import END, Graph, Scope, Search, explore
 from tests.orchestrator.pipeline.fingerprint import Fingerprint
-from tests.orchestrator.pipeline.museum import MUSEUM, Exhibit
+from tests.orchestrator.pipeline.museum import MUSEUM, Exhibit, search
 from tests.orchestrator.pipeline.watched import Breach
 
 SMALL = (
@@ -23,6 +26,7 @@ SMALL = (
     "on-policy, 2 steps of 1 group, every turn",
     "colocated, 2 steps of 2 groups",
     "staleness 1, 2 steps of 1 group",
+    "engine pool, 1 engine, 1 step of 1 group, 2 crashes, 2 restarts",
 )
 """Scopes of the default suite: a few seconds together."""
 
@@ -40,6 +44,38 @@ def test_every_interleaving_holds_the_properties_and_ends(scope: str) -> None:
 def test_published_hang_is_found(exhibit: Exhibit) -> None:
     with exhibit.planted(), pytest.raises((Breach, HangError)):
         exhibit.find()
+
+
+DIES: dict[str, Any] = {"pooled": True, "last_may_die": True, "restarts": 2}
+
+
+@pytest.mark.parametrize(
+    "planted",
+    [
+        Exhibit(
+            "a start", "that fails is forgotten", Supervisor._restart,
+            "self._engines.lost(one, problem)", "pass", "",
+            search(**DIES, sizes=(1,), steps=1, engines=1, deaths=[(1.0, 0), (1.0, 0)]),
+        ),
+        Exhibit(
+            "a newcomer", "wakes no rollout", RolloutPipeline.wake, "self._changed.set()", "pass", "",
+            search(**DIES, sizes=(2,), steps=1, slots=1, deaths=[(1.0, 0)]),
+        ),
+        Exhibit(
+            "a newcomer", "is not told of a push", WeightSync.push, "self._push_ended.set()", "pass", "",
+            search(**DIES, sizes=(1,), engines=1, deaths=[(1.0, 0)]),
+        ),
+        Exhibit(
+            "a newcomer", "takes weights of two moments", WeightSync._resend,
+            "sent.digest != pushed.digest", "not sent.digest", "",
+            search(**DIES, sizes=(1,), engines=1, deaths=[(1.0, 0)]),
+        ),
+    ],
+    ids=lambda planted: f"{planted.issue} {planted.hung}",
+)  # fmt: skip
+def test_bug_in_restarts_is_found(planted: Exhibit) -> None:
+    with planted.planted(), pytest.raises((Breach, HangError)):
+        planted.find()
 
 
 class Enumeration(Search):

@@ -55,6 +55,8 @@ def partial_episode(uid: str, sample: int, versions: tuple[int, ...]) -> Partial
 
 @dataclass(eq=False)
 class Engine:
+    """Process of one engine, and the groups that it plays."""
+
     number: int
     version: int = 0
     updating: bool = False
@@ -62,6 +64,8 @@ class Engine:
     plays: dict[Play, None] = field(default_factory=dict)
     """Groups in the order in which they began; an ordered set, so that a run can be repeated."""
     held_back: list[Play] = field(default_factory=list)
+    staged: str = ""
+    """Digest of the weights that it holds beside those in use."""
 
     @property
     def name(self) -> str:
