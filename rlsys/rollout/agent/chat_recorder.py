@@ -107,6 +107,8 @@ class ChatRecorder:
         """Answer a request. Raises Refused, and RunError if the engine fails; on cancellation, nothing is recorded."""
         self._require_turn()
         opening = self._opened(asked)
+        if not opening.input_ids:
+            raise Refused("The request has no text to answer.", code="empty", param="messages")
         room = self.task.max_total_tokens - len(opening.input_ids)
         if room <= 0:
             self.limit = self.limit or Finish.TOKEN_LIMIT

@@ -13,7 +13,7 @@ from numpy.testing import assert_array_equal
 from rlsys.apps.planner.virtual_time import run_virtually
 from rlsys.config.algorithm import AlgorithmConfig, GaeAdvantage, OldLogprobs
 from rlsys.config.schema import ClusterConfig, ParallelConfig, RolloutConfig, RunConfig, SglangConfig
-from rlsys.data.trajectory import Sample
+from rlsys.data.trajectory import Branch, Sample
 from rlsys.observe.spans import Tracer
 from rlsys.orchestrator.worker_groups import OffloadManager, Switch, holdings, scores_of
 from rlsys.trainer.batches import BatchSharder, LogProbs, MicroBatch
@@ -45,8 +45,13 @@ LENGTHS = (9, 7, 5, 5, 3, 2, 2)
 
 
 def samples() -> list[Sample]:
-    """Return samples; sample i has the tokens 100 i, 100 i + 1, ..., of which every second one is trained."""
-    return [sample([100 * i + t for t in range(n)], [t % 2 == 1 for t in range(n)]) for i, n in enumerate(LENGTHS)]
+    """Return samples; sample i has the tokens 100 i, 100 i + 1, ..., of which every second one is trained.
+
+    Sample 1 has two branches.
+    """
+    every = [sample([100 * i + t for t in range(n)], [t % 2 == 1 for t in range(n)]) for i, n in enumerate(LENGTHS)]
+    every[1] = replace(every[1], trajectory=replace(every[1].trajectory, branches=(Branch(0), Branch(4))))
+    return every
 
 
 def answer(batch: MicroBatch, full: bool) -> LogProbs:

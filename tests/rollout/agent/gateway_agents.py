@@ -52,6 +52,15 @@ def raises_later(question: str, base_url: str, api_key: str) -> None:
     raise LookupError("lost")
 
 
+def asks_twice(question: str, base_url: str, api_key: str) -> None:
+    """Ask the same twice, then continue the first answer, and let a second conversation have the last word."""
+    messages: list[Any] = [{"role": "user", "content": f"Question: {question}\n"}]
+    first = chat(base_url, api_key, messages)
+    chat(base_url, api_key, messages)
+    chat(base_url, api_key, [*messages, first, {"role": "user", "content": "Go on. "}])
+    chat(base_url, api_key, [{"role": "user", "content": "Sum up: "}])
+
+
 def never_ends(question: str, base_url: str, api_key: str) -> None:
     plain(question, base_url, api_key)
     HELD.wait()

@@ -1,0 +1,133 @@
+"""Tests of episodes of several branches: every sequence is one branch, and every statistic counts an episode once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.testing import assert_allclose, assert_array_equal
+
+from rlsys.algorithms.kl import KlController
+from rlsys.algorithms.losses import divisor, token_weights
+from rlsys.config.algorithm import Aggregation, AlgorithmConfig
+from rlsys.config.schema import ParallelConfig
+from rlsys.data.trajectory import Branch, Group, Sample, TopkLogprobs
+from rlsys.orchestrator.pipeline.grouping import finish
+from rlsys.orchestrator.pipeline.step_metrics import step_metrics, training_flops
+from rlsys.trainer.batches import BatchSharder, joined_branches, sequences_of
+from rlsys.weights.checkpoint.state_file import load_values, save_values
+from rlsys.weights.flops import Flops
+from tests.support.trajectories import question, rewarded, sample, trajectory
+
+LOSS_LENGTH = 7
+
+
+def episode(masks: Sequence[Sequence[bool]], first: int = 0) -> Sample:
+    """A sample with one branch for each mask; its tokens count up from `first`."""
+    starts = np.cumsum([0, *map(len, masks)])
+    tokens = range(first, first + int(starts[-1]))
+    made = sample(list(tokens), [each for mask in masks for each in mask])
+    branches = tuple(Branch(int(start), "first") for start in starts[:-1])
+    return replace(made, trajectory=replace(made.trajectory, branches=branches))
+
+
+MASKS = st.lists(st.booleans(), min_size=1, max_size=9).map(lambda rest: [False, *rest])
+EPISODES = st.lists(st.lists(MASKS, min_size=1, max_size=4), min_size=1, max_size=8)
+
+
+def test_sequences_are_the_branches_with_everything_of_their_tokens() -> None:
+    one = episode([[False, True, True], [False, False, True]], first=10)
+    picks = TopkLogprobs(np.arange(3)[:, None].astype(np.int32), np.zeros((3, 1), np.float32))
+    one = replace(one, old_logprobs=-np.arange(6, dtype=np.float32), picks=picks)
+    left, right = sequences_of([one])
+    assert (left.trajectory.tokens.tolist(), right.trajectory.tokens.tolist()) == ([10, 11, 12], [13, 14, 15])
+    assert left.old_logprobs is not None
+    assert right.old_logprobs is not None
+    assert (left.old_logprobs.tolist(), right.old_logprobs.tolist()) == ([0, -1, -2], [-3, -4, -5])
+    assert left.picks is not None
+    assert right.picks is not None
+    assert (left.picks.tokens.tolist(), right.picks.tokens.tolist()) == ([[0], [1]], [[2]])
+    assert_array_equal(joined_branches([one], [left.old_logprobs, right.old_logprobs])[0], one.old_logprobs)
+    whole = sample([1, 2], [False, True])
+    assert sequences_of([whole]) == [whole]
+
+
+@settings(max_examples=60, deadline=None)
+@given(EPISODES, st.integers(1, 40), st.booleans(), st.integers(1, 3))
+def test_losses_weigh_episodes_and_not_branches(
+    masks: list[list[list[bool]]], budget: int, packed: bool, ranks: int
+) -> None:
+    samples = [episode(each, 100 * number) for number, each in enumerate(masks)]
+    sharder = BatchSharder(ParallelConfig(), ranks, budget, pad_id=0, packed=packed)
+    _, batches = sharder.shard(samples)
+    every = [batch for of_rank in batches for batch in of_rank]
+    trained = [sum(sum(mask) for mask in each) for each in masks]
+    episodes = sum(count > 0 for count in trained)
+    expected = {
+        "token-mean": (sum(trained), sum(trained)),
+        "seq-mean-token-mean": (episodes, episodes),
+        "seq-mean-token-sum": (sum(trained), episodes),
+        "fixed-length": (sum(trained), episodes * LOSS_LENGTH),
+    }
+    for name, (weight, divided_by) in expected.items():
+        kind = Aggregation(name)
+        weights = sum(
+            float(batch.spread(token_weights(kind, batch.trained_by_episode))[batch.loss_mask].sum()) for batch in every
+        )
+        assert_allclose(weights, weight)
+        assert sum(divisor(kind, batch.counted_episodes, LOSS_LENGTH) for batch in every) == divided_by
+
+
+def test_branches_share_the_advantage_of_their_episode_which_counts_once() -> None:
+    many = [
+        episode([[False, True], [False, True, True], [False, True]]),
+        episode([[False, True]]),
+        episode([[False, True]]),
+    ]
+    rewards = (1.0, 0.0, 0.0)
+    group = Group(
+        question(1), tuple(replace(one, reward=r, turn_rewards=(r,)) for one, r in zip(many, rewards, strict=True))
+    )
+    done = finish(group, AlgorithmConfig(), KlController(0.0))
+    mean, deviation = 1 / 3, np.std(rewards, ddof=1)
+    for one, reward in zip(done.samples, rewards, strict=True):
+        mask = one.trajectory.loss_mask
+        assert_allclose(one.advantages[mask], (reward - mean) / deviation, rtol=1e-5)
+
+
+def test_metrics_count_branches_and_their_tokens_by_cause() -> None:
+    one = episode([[False, True], [False, True, True]])
+    causes = (Branch(0, "first"), Branch(2, "forked"))
+    one = rewarded(replace(one.trajectory, branches=causes), 1.0)
+    other = rewarded(replace(trajectory((1, 2)), branches=(Branch(0, "first"),)), 0.0)
+    done = [replace(each, old_logprobs=np.zeros(len(each.trajectory.tokens), np.float32)) for each in (one, other)]
+    groups = [Group(question(1), tuple(done))]
+    found = step_metrics(groups, 0, AlgorithmConfig().correction, "answer")
+    assert (found["gateway/branches/mean"], found["gateway/branches/max"]) == (1.5, 2)
+    assert (found["gateway/tokens/first"], found["gateway/tokens/forked"]) == (2, 2)
+    assert found["rollout/episodes"] == 2
+    # A square of each branch's length: 4 + 9 + 4, and not 25 + 4.
+    assert training_flops(groups, Flops(per_token=0.0, per_square=1.0)) == 3 * 17
+    plain = [Group(question(1), (replace(done[0], trajectory=trajectory((1, 2, 3, 4, 5))), done[1]))]
+    assert "gateway/branches/mean" not in step_metrics(
+        [replace(plain[0], samples=plain[0].samples[:1])], 0, AlgorithmConfig().correction, "answer"
+    )
+
+
+def test_branches_and_the_reward_of_an_agent_are_resumed(tmp_path: Path) -> None:
+    one = replace(episode([[False, True], [False, True]]).trajectory, agent_reward=0.5)
+    save_values(tmp_path / "one", one)
+    loaded = load_values(tmp_path / "one", type(one))
+    assert (loaded.branches, loaded.agent_reward) == (one.branches, 0.5)
+
+
+@pytest.mark.parametrize("name", ["branches", "agent_reward"])
+def test_trajectory_of_an_older_checkpoint_has_one_branch(name: str) -> None:
+    (added,) = [field for field in trajectory().__dataclass_fields__.values() if field.name == name]
+    assert added.metadata == {"added later": True}
+    assert trajectory().branches == (Branch(0),)
