@@ -612,7 +612,7 @@ class RolloutWorker:
         self.engine.require_room(task)
         codec = Codec(AutoTokenizer.from_pretrained(model_path))
         self._tools = EpisodeTools(self.engine, self._search and for_run(self._search, search), codec, task)
-        self._slots = asyncio.Semaphore(rollout.max_episodes)
+        self._slots = self._tools.slots(rollout.max_episodes)
         self._draining = DrainLock()
         self._receiver: Receiver | None = None
         self._stages_in_host = True
@@ -740,6 +740,7 @@ class RolloutWorker:
             "pause_s": counts.pause_s,
             "drain_s": counts.drain_s,
             "asleep_frees_memory": float(self.engine.frees_memory),
+            **self._tools.metrics(),
             "version": self.engine.version,
             **(search_metrics(self._search) if self._search else {}),
         }

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -30,6 +31,8 @@ from rlsys.rollout.agent.tokens import Codec, EpisodeProgress, PartialEpisode
 from rlsys.rollout.tools.calls import SearchTool, Toolbox, within
 from rlsys.rollout.tools.interface import EpisodeFacts, OpenTool, Tool, has_state, open_tools
 from rlsys.search.web.loop import LoopThread
+
+_log = logging.getLogger(__name__)
 
 
 class EpisodeRunner(Protocol):
@@ -95,6 +98,7 @@ class EpisodeTools:
         has_own = isinstance(task.agent, CustomAgent | GatewayAgent)
         self.resumes = not has_own and not any(map(has_state, self.custom.values()))
         """True if an interrupted episode can go on elsewhere. An agent or tool with a state of its own begins anew."""
+        self._warned = False
         tags = tuple(tool.tag for tool in self.custom.values())
         shortest = 0
         if isinstance(task.agent, SearchR1Agent):
@@ -108,6 +112,23 @@ class EpisodeTools:
                 code="out_of_range",
                 key="task.max_observation_tokens",
             )
+
+    def slots(self, most: int) -> asyncio.Semaphore:
+        """Return the slots of at most `most` episodes that run at the same time; an agent may allow fewer."""
+        agent = self.task.agent
+        return asyncio.Semaphore(min(most, agent.concurrency) if isinstance(agent, GatewayAgent) else most)
+
+    def metrics(self) -> dict[str, float]:
+        """Return totals of the gateway since the start: agents that failed, and requests without an answer."""
+        counts = self.agent.counts if isinstance(self.agent, Gateway) else {}
+        return {f"gateway_{name}": count for name, count in counts.items()}
+
+    def warn_of_beginning_anew(self) -> None:
+        """Log once that running episodes cannot be resumed."""
+        if not self._warned:
+            self._warned = True
+            sentence = "task.agent.kind=%s: its running episodes cannot be kept, so a resumed run begins them anew"
+            _log.warning(sentence, self.task.agent.kind)
 
     def close(self) -> None:
         """Stop the gateway and the threads of the tools without waiting for code that still runs; idempotent."""
@@ -147,7 +168,10 @@ class Episode:
 
     def progress(self) -> PartialEpisode | None:
         """Return the whole turns so far; None without any, and if the episode cannot be resumed."""
-        return self.recorder.progress() if self._tools.resumes else None
+        if not self._tools.resumes:
+            self._tools.warn_of_beginning_anew()
+            return None
+        return self.recorder.progress()
 
     def trajectory(self, finish: Finish) -> Trajectory:
         """Return the trajectory so far, ended by `finish`."""

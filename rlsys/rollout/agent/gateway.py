@@ -152,7 +152,6 @@ class Gateway:
         self._entry, self._command = entry, settings.command
         self._timeout_s, self._ignores_sampling = settings.timeout_s, settings.ignore_sampling
         self._name = f"task.agent.entry={settings.entry}" if entry else f"task.agent.command={settings.command[:1]}"
-        self._slots = asyncio.Semaphore(settings.concurrency)
         self._sessions: dict[str, _Session] = {}
         self._server: _Server | None = None
         self._serving: asyncio.Task[None] | None = None
@@ -166,17 +165,16 @@ class Gateway:
         Raises UserError for an agent that fails before its first answer, or that returns something else than text, a
         number or None; RunError if the engine fails; EpisodeOver at the agent's time limit.
         """
-        async with self._slots:
-            await self._start()
-            path, session = token_urlsafe(12), _Session(recorder, tools)
-            self._sessions[path] = session
-            try:
-                with tools.waiting(AGENT):
-                    return await self._play(question, f"{self._url}/{path}/v1", session)
-            finally:
-                del self._sessions[path]
-                session.end()
-                self.counts.update(recorder.counts)
+        await self._start()
+        path, session = token_urlsafe(12), _Session(recorder, tools)
+        self._sessions[path] = session
+        try:
+            with tools.waiting(AGENT):
+                return await self._play(question, f"{self._url}/{path}/v1", session)
+        finally:
+            del self._sessions[path]
+            session.end()
+            self.counts.update(recorder.counts)
 
     def close(self) -> None:
         """Stop the server and the agents' thread without waiting; idempotent."""
@@ -196,7 +194,7 @@ class Gateway:
                 session.failed.result()
             if not agent.done():
                 raise EpisodeOver(Finish.ABORTED)
-            found = agent.result()
+            found = _returned(agent)
         except AgentFailed as failure:
             self.counts["failed"] += 1
             if not recorder.generations:
@@ -454,6 +452,13 @@ async def _gone(task: asyncio.Future[Any]) -> None:
     """Cancel a task, and wait until it has ended."""
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
+
+
+def _returned(agent: asyncio.Future[Any]) -> Any:
+    """Return what an agent has returned. Raises AgentFailed, also if the agent raised a cancellation of its own."""
+    if agent.cancelled():
+        raise AgentFailed("has cancelled itself")
+    return agent.result()
 
 
 async def _in_thread(work: Callable[[], Any]) -> Any:

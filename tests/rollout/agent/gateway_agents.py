@@ -61,6 +61,11 @@ def asks_twice(question: str, base_url: str, api_key: str) -> None:
     chat(base_url, api_key, [{"role": "user", "content": "Sum up: "}])
 
 
+async def cancels_itself(question: str, base_url: str, api_key: str) -> None:
+    await asyncio.to_thread(plain, question, base_url, api_key)
+    raise asyncio.CancelledError
+
+
 def never_ends(question: str, base_url: str, api_key: str) -> None:
     plain(question, base_url, api_key)
     HELD.wait()

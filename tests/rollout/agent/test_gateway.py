@@ -76,7 +76,7 @@ def test_agent_that_cannot_play_ends_the_run_with_one_sentence(played_by: Gatewa
     assert len(str(caught.value).splitlines()) == 1
 
 
-@pytest.mark.parametrize("played_by", [agent("raises_later"), command("fails")])
+@pytest.mark.parametrize("played_by", [agent("raises_later"), agent("cancels_itself"), command("fails")])
 def test_agent_that_fails_later_keeps_its_turns(played_by: GatewayAgent) -> None:
     played = play(Engine(["Paris"]), played_by)
     assert (played.finish, len(played.turns), trained(played)) == (Finish.ABORTED, 2, 2 * f"Paris{END}")
@@ -107,7 +107,9 @@ def test_failure_of_the_engine_ends_the_episode_with_its_reason() -> None:
         play(Engine(["Paris"], fails=RunError("out of memory")), agent("plain"))
 
 
-async def test_episode_that_is_dropped_frees_its_request_and_closes_its_session() -> None:
+async def test_episode_that_is_dropped_frees_its_request_and_closes_its_session(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     engine, urls = Engine(["Paris"], halts=1), []
 
     async def client(_: str, base_url: str, api_key: str) -> None:
@@ -120,12 +122,13 @@ async def test_episode_that_is_dropped_frees_its_request_and_closes_its_session(
         group = EpisodeGroup(ASKED, [0], tools, DRAWN)
         playing = asyncio.create_task(group.play(asyncio.Semaphore(1), 60.0))
         await engine.halted.wait()
+        assert (group.progress(), tools.resumes) == ((), False)
+        assert "begins them anew" in caplog.text
         playing.cancel()
         await asyncio.gather(playing, return_exceptions=True)
         (trajectory,) = group.trajectories()
         async with Client(*urls[0]) as asks:
             late = await asks.chat()
-        assert (group.progress(), tools.resumes) == ((), False)
     assert (engine.cancelled, late.status_code) == (1, 404)
     assert (trajectory.finish, trained(trajectory)) == (Finish.ABORTED, f"Paris{END}")
 
