@@ -117,7 +117,8 @@ class _Session:
         if self.recorder.counts.total() >= MOST_REFUSED:
             sentence = f"{MOST_REFUSED} requests of this episode were refused: end the agent."
             raise Refused(sentence, status=429, code="too_many_refused")
-        if self.inside >= MOST_AT_ONCE:
+        # A stream is answered after its request has been handled.
+        if max(self.inside, len(self.running)) >= MOST_AT_ONCE:
             sentence = f"{MOST_AT_ONCE} requests of this episode are answered already: wait for one of them."
             raise Refused(sentence, status=429, code="too_many_requests")
         self.inside += 1

@@ -38,6 +38,8 @@ class Engine:
     inputs: list[list[int]] = field(default_factory=list)
     sampled: list[TurnSampling] = field(default_factory=list)
     cancelled: int = 0
+    closed: bool = False
+    """True while every call waits before its answer."""
     fails: Exception | None = None
 
     async def generate(
@@ -52,6 +54,8 @@ class Engine:
         self.sampled.append(sampling)
         if self.fails is not None:
             raise self.fails
+        while self.closed:
+            await asyncio.sleep(0.01)
         text = self.said[number % len(self.said)]
         ends = [text.find(stop) + len(stop) for stop in sampling.stop if stop in text]
         ids = CODEC.encode(text[: min(ends)] if ends else text + END)

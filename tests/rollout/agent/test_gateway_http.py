@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections import Counter
 from collections.abc import Awaitable, Callable
 from random import Random
 from typing import Any
@@ -14,7 +15,7 @@ from aiohttp import ClientSession
 from openai import AsyncOpenAI, BadRequestError
 
 from rlsys.data.trajectory import Finish, Trajectory
-from rlsys.rollout.agent.gateway import MOST_BODY_BYTES
+from rlsys.rollout.agent.gateway import MOST_AT_ONCE, MOST_BODY_BYTES
 from tests.rollout.agent.conversations import function
 from tests.rollout.agent.gateway_play import END, Client, Engine, play, trained
 
@@ -290,6 +291,21 @@ def malformed(random: Random) -> tuple[str, bytes]:
         }
         return path, json.dumps(body | {"messages": [{"role": "assistant", "tool_calls": [call]}]}).encode()
     return path, json.dumps(body).encode()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_flood_of_requests_is_bounded(stream: bool) -> None:
+    async def ask(client: Client) -> None:
+        asked = [asyncio.create_task(client.chat(f"{number}", stream=stream)) for number in range(MOST_AT_ONCE + 9)]
+        while len(engine.inputs) < MOST_AT_ONCE or sum(one.done() for one in asked) < 9:
+            await asyncio.sleep(0.01)
+        engine.closed = False
+        statuses = Counter([(await one).status_code for one in asked])
+        assert statuses == {200: MOST_AT_ONCE, 429: 9}
+
+    engine = Engine(["Paris"], closed=True)
+    played = by_http(engine, ask, max_turns=99)
+    assert (played.finish, trained(played)) == (Finish.ANSWER, MOST_AT_ONCE * f"Paris{END}")
 
 
 def test_body_that_is_too_large_is_refused() -> None:
