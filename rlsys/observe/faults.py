@@ -1,9 +1,13 @@
 """Records the faults of a run: which part failed, why, what was lost, and how long the run took to recover.
 
+Also records which engines joined and left on purpose, which are no faults.
+
 A row of faults.jsonl is written when a fault begins, and another when it ends:
 
     {"fault": 3, "event": "began", "time": 1700000000.0, "step": 7, "part": "engine 1", "kind": "died", "detail": "..."}
     {"fault": 3, "event": "recovered", "time": 1700000012.5, "step": 7, "detail": "restarted at version 7"}
+
+    {"event": "joined", "time": 1700000020.0, "step": 8, "part": "engine 2", "detail": "with weight version 7 in 31 s"}
 
 `time` is in seconds since the epoch. A fault without a second row was not over when its process ended. Each process of a
 resumed run numbers its faults from 1. Details are untrusted: they may quote logs.
@@ -49,9 +53,16 @@ class FaultKind(StrEnum):
     """A process lives but makes no progress."""
     unreachable = "unreachable"
     """A service does not answer."""
+    displaced = "displaced"
+    """Its machine has left the cluster."""
 
 
-_SAID = {FaultKind.died: "died", FaultKind.hung: "hangs", FaultKind.unreachable: "does not answer"}
+_SAID = {
+    FaultKind.died: "died",
+    FaultKind.hung: "hangs",
+    FaultKind.unreachable: "does not answer",
+    FaultKind.displaced: "has lost its machine",
+}
 """Kind -> words for the terminal."""
 
 
@@ -62,6 +73,25 @@ class Outcome(StrEnum):
     """The part works again."""
     given_up = "given_up"
     """The run goes on without the part, or ends."""
+
+
+class Change(StrEnum):
+    """Change of the engines of a run that is no fault."""
+
+    joined = "joined"
+    left = "left"
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedChange:
+    """One engine that joined or left, as read from a run's file."""
+
+    part: str
+    change: Change
+    step: int
+    at_s: float
+    """Seconds since the epoch."""
+    detail: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,11 +132,16 @@ class RecordedFault:
 def read_fault_row(line: bytes) -> dict[str, Any] | None:
     """Parse a row of faults.jsonl; None if it is damaged."""
     row = read_object(line)
-    if row is None or type(row.get("fault")) is not int or type(row.get("step")) is not int:
+    if row is None or type(row.get("step")) is not int:
         return None
-    texts = ("event", "detail", "part", "kind") if row.get("event") == _BEGAN else ("event", "detail")
-    at = row.get("time")
-    whole = all(isinstance(row.get(name), str) for name in texts) and row["event"] in (_BEGAN, *Outcome)
+    event, at = row.get("event"), row.get("time")
+    if event in [*Change]:
+        texts: tuple[str, ...] = ("event", "detail", "part")
+    else:
+        texts = ("event", "detail", "part", "kind") if event == _BEGAN else ("event", "detail")
+        if type(row.get("fault")) is not int or event not in [_BEGAN, *Outcome]:
+            return None
+    whole = all(isinstance(row.get(name), str) for name in texts)
     return row if whole and isinstance(at, int | float) and not isinstance(at, bool) and math.isfinite(at) else None
 
 
@@ -115,7 +150,7 @@ def faults_of(rows: Iterable[Mapping[str, Any]]) -> tuple[RecordedFault, ...]:
     found: list[RecordedFault] = []
     open_at: dict[int, int] = {}
     for row in rows:
-        number, detail = row["fault"], row["detail"]
+        number, detail = row.get("fault", -1), row["detail"]
         if row["event"] == _BEGAN:
             open_at[number] = len(found)
             found.append(RecordedFault(row["part"], row["kind"], row["step"], row["time"], detail))
@@ -123,6 +158,15 @@ def faults_of(rows: Iterable[Mapping[str, Any]]) -> tuple[RecordedFault, ...]:
             outcome = Outcome(row["event"])
             found[place] = replace(found[place], outcome=outcome, ended_s=row["time"], ending=detail)
     return tuple(found)
+
+
+def changes_of(rows: Iterable[Mapping[str, Any]]) -> tuple[RecordedChange, ...]:
+    """Return the engines that joined and left, in file order."""
+    return tuple(
+        RecordedChange(row["part"], Change(row["event"]), row["step"], row["time"], row["detail"])
+        for row in rows
+        if row["event"] in [*Change]
+    )
 
 
 def read_faults(path: Path) -> tuple[RecordedFault, ...]:
@@ -162,6 +206,11 @@ class Restarts:
         self._taken.append(now)
         return True
 
+    def give_back(self) -> None:
+        """Undo the last `take`, if it is within the window."""
+        if self._taken:
+            self._taken.pop()
+
 
 class FaultLog:
     """Appends faults to a run's file, and counts them."""
@@ -194,6 +243,12 @@ class FaultLog:
         self._append(fault.number, outcome, now, detail)
         end = "works again" if outcome is Outcome.recovered else "was given up"
         self._say(visible(f"{fault.part} {end} after {now - fault.began_s:.1f} s: {detail}"))
+
+    def note(self, part: str, change: Change, detail: str) -> None:
+        """Record that an engine has joined or left on purpose; `detail` continues the sentence."""
+        row = {"event": change, "time": self._clock(), "step": self.step, "part": part, "detail": detail}
+        self._log.append(row)
+        self._say(visible(f"In step {self.step}, {part} {change} {detail}."))
 
     def metrics(self) -> dict[str, float]:
         """Return the metrics by name."""

@@ -17,7 +17,7 @@ from rlsys.errors import UserError
 from rlsys.files import limited_lines, open_regular, read_regular, read_yaml
 from rlsys.observe import records
 from rlsys.observe.environment import RUN, Launch, read_launches
-from rlsys.observe.faults import FAULTS, RecordedFault, faults_of, read_fault_row
+from rlsys.observe.faults import FAULTS, RecordedChange, RecordedFault, changes_of, faults_of, read_fault_row
 from rlsys.observe.kept import TRAJECTORIES, TrajectoryRecord, read_trajectories, trajectory_steps
 from rlsys.observe.metrics import UNITS
 from rlsys.observe.status import STATUS
@@ -49,6 +49,8 @@ class RunFolder:
     status: dict[str, Any] | None
     faults: tuple[RecordedFault, ...] = ()
     """Faults, by beginning; empty for a run of an older rlsys too."""
+    changes: tuple[RecordedChange, ...] = ()
+    """Engines that joined and left, by time."""
     units: Mapping[str, Any] = field(default_factory=dict)
     """Contents of units.json: name of a metric -> [unit, meaning]; empty for a run of an older rlsys."""
     problems: list[str] = field(default_factory=list)
@@ -94,21 +96,14 @@ class RunFolder:
 
 def open_run(path: Path) -> RunFolder:
     """Read the run at `path`. Raises UserError if the folder is no run."""
-    if not path.is_dir():
-        sentence = f"{path} is not a folder: give the folder of a run, such as {_like(path.parent)}."
-        raise UserError(sentence, code="not_found", key=str(path))
-    if not any((path / name).is_file() for name in (CONFIG, records.METRICS)):
-        raise UserError(
-            f"{path} is not a run: it has neither {CONFIG} nor {records.METRICS}; give the folder of a run, such as {_like(path)}.",
-            code="malformed",
-            key=str(path),
-        )
+    require_run(path)
     problems: list[str] = []
     report = problems.append
     by_step = {
         row["step"]: row for row in _parsed(path / records.METRICS, records.METRICS, records.read_step_row, report)
     }
     reference = _evaluations(path, "reference_", report)
+    faults = tuple(_parsed(path / FAULTS, FAULTS, read_fault_row, report, optional=True))
     return RunFolder(
         path=path,
         config=_read(CONFIG, lambda: _config(path), report) or {},
@@ -118,10 +113,24 @@ def open_run(path: Path) -> RunFolder:
         reference=reference[-1] if reference else None,
         summary=_whole(path, records.SUMMARY, report),
         status=_whole(path, STATUS, report),
-        faults=faults_of(_parsed(path / FAULTS, FAULTS, read_fault_row, report, optional=True)),
+        faults=faults_of(faults),
+        changes=changes_of(faults),
         units=_whole(path, UNITS, report) or {},
         problems=problems,
     )
+
+
+def require_run(path: Path) -> None:
+    """Raise UserError if the folder `path` is no run."""
+    if not path.is_dir():
+        sentence = f"{path} is not a folder: give the folder of a run, such as {_like(path.parent)}."
+        raise UserError(sentence, code="not_found", key=str(path))
+    if not any((path / name).is_file() for name in (CONFIG, records.METRICS)):
+        raise UserError(
+            f"{path} is not a run: it has neither {CONFIG} nor {records.METRICS}; give the folder of a run, such as {_like(path)}.",
+            code="malformed",
+            key=str(path),
+        )
 
 
 def section(config: Mapping[str, Any], *names: str) -> Mapping[str, Any]:

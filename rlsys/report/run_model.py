@@ -172,6 +172,7 @@ def _run(run: RunFolder, name: str, chunk: int, sink: Sink | None, cache: ModelC
         "reference": json_safe(run.reference),
         "measured": _measured(run),
         "faults": [json_safe(asdict(fault)) for fault in run.faults],
+        "changes": [json_safe(asdict(change)) for change in run.changes],
         "time": _time(run),
         "trajectories": kept,
         "drift": drift.as_json(drift.report_of(drifts, sampling)) if kept else None,

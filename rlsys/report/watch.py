@@ -36,7 +36,7 @@ from prometheus_client.registry import Collector
 
 from rlsys.errors import UserError
 from rlsys.files import json_safe
-from rlsys.observe.faults import FAULTS, Outcome
+from rlsys.observe.faults import FAULTS, Change, Outcome
 from rlsys.observe.kept import TRAJECTORIES
 from rlsys.observe.records import METRICS, SUMMARY, TIMELINE
 from rlsys.observe.run_folder import CONFIG, EVALUATIONS, MEASURED, RunFolder, open_run
@@ -320,13 +320,16 @@ def _of_run(run: RunFolder, life: RunLiveness) -> Iterator[Metric]:
 
 
 def _of_faults(run: RunFolder, life: RunLiveness, now: float) -> Iterator[Metric]:
-    """Yield the number of faults by outcome, and the age of each fault that is not over."""
+    """Yield the number of faults by outcome, the age of each that is not over, and engines that joined and left."""
     begun = (run.status or {}).get("begun")
     current = [fault for fault in run.faults if _is_figure(begun) and fault.began_s >= begun]
     active = [fault for fault in current if fault.outcome is None and life.phase is Phase.running]
     ended = Counter(str(fault.outcome or "unfinished") for fault in run.faults)
     counts = {outcome: float(ended[outcome]) for outcome in (*Outcome, "unfinished")}
     yield _gauge("rlsys_run_faults", "Faults of the run, by outcome.", "outcome", counts)
+    changed = Counter(change.change for change in run.changes)
+    changes = {str(change): float(changed[change]) for change in Change}
+    yield _gauge("rlsys_run_engine_changes", "Engines that joined and left on purpose.", "change", changes)
     meaning = "Seconds since a fault began that is not over."
     age = GaugeMetricFamily("rlsys_fault_open_seconds", meaning, labels=["part", "kind"])
     oldest = {(_writable(fault.part), _writable(fault.kind)): fault for fault in reversed(active)}

@@ -10,10 +10,13 @@ from hypothesis import strategies as st
 from rlsys.config.schema import ClusterConfig
 from rlsys.observe.faults import (
     FAULTS,
+    Change,
     FaultKind,
     FaultLog,
     Outcome,
+    RecordedChange,
     Restarts,
+    changes_of,
     fault_summary,
     faults_of,
     read_fault_row,
@@ -103,6 +106,18 @@ def test_summary_counts_outcomes_and_takes_the_median_of_the_recoveries(tmp_path
     }
 
 
+def test_engines_that_join_and_leave_are_read_apart_from_faults(tmp_path: Path) -> None:
+    run, said = made_run(tmp_path / "run", Maker(Size(steps=1, groups=1, samples=1, answers=1))), list[str]()
+    log = FaultLog(run / FAULTS, lambda: 7.0, said.append)
+    log.step = 4
+    log.note("engine 2", Change.joined, "with weight version 3 \x1b[2J")
+    found = open_run(run)
+    assert (found.faults, found.problems, read_faults(run / FAULTS)) == ((), [], ())
+    assert found.changes == (RecordedChange("engine 2", Change.joined, 4, 7.0, "with weight version 3 \x1b[2J"),)
+    assert all(word in said[0] for word in ("engine 2", "joined", "step 4", r"\x1b[2J"))
+    assert log.metrics()["faults/began"] == 0
+
+
 ROW = {"fault": 1, "event": "began", "time": 1.0, "step": 0, "part": "a", "kind": "died", "detail": ""}
 
 
@@ -111,7 +126,9 @@ ROW = {"fault": 1, "event": "began", "time": 1.0, "step": 0, "part": "a", "kind"
 )
 def test_any_row_is_read_or_left_out(changes: dict[str, object]) -> None:
     rows = [read_fault_row(json.dumps(row).encode()) for row in (ROW, ROW | changes, {**ROW, "event": "recovered"})]
+    joined = read_fault_row(json.dumps(ROW | {"event": "joined"} | changes).encode())
     assert rows[0] == ROW
+    assert len(changes_of([joined])) == (joined["event"] == "joined") if joined else True
     found = faults_of(row for row in rows if row is not None)
     assert len(found) == 1 + (rows[1] is not None and rows[1]["event"] == "began")
     fault_summary(found)
@@ -135,3 +152,11 @@ def test_restarts_are_counted_within_a_sliding_window() -> None:
     restarts = Restarts(ClusterConfig(restarts=2, restart_window_s=10.0), lambda: next(seconds))
     assert [restarts.take() for _ in range(8)] == [True, True, False, False, True, False, True, False]
     assert not Restarts(ClusterConfig(restarts=0)).take()
+
+
+def test_a_restart_that_is_given_back_may_be_taken_again() -> None:
+    restarts = Restarts(ClusterConfig(restarts=1, restart_window_s=10.0), lambda: 0.0)
+    restarts.give_back()
+    assert (restarts.take(), restarts.take()) == (True, False)
+    restarts.give_back()
+    assert (restarts.take(), restarts.take()) == (True, False)

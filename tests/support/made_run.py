@@ -11,7 +11,7 @@ import yaml
 
 from rlsys.apps.evaluation.results import RESULTS, write_results
 from rlsys.observe.environment import Launch
-from rlsys.observe.faults import FAULTS, FaultKind, FaultLog, Outcome
+from rlsys.observe.faults import FAULTS, Change, FaultKind, FaultLog, Outcome
 from rlsys.observe.kept import TrajectoryRecord, TurnRecord, write_trajectories
 from rlsys.observe.metrics import UNITS
 from rlsys.observe.records import TIMELINE, LineLog, timeline_row
@@ -210,8 +210,8 @@ def add_faults(run: Path, *, part: str = "engine 1", detail: str = "SIGKILL; 3 p
     now = [DAY + 20.0]
     log = FaultLog(run / FAULTS, lambda: now[0])
     ends = ((12.5, Outcome.recovered, "restarted at version 1"), (60.0, Outcome.given_up, "no answer"), (0.0, None, ""))
-    names = (part, "search server", "actor rank 0")
-    for step, (name, kind, (seconds, outcome, ending)) in enumerate(zip(names, FaultKind, ends, strict=True), 1):
+    failed = ((part, FaultKind.died), ("search server", FaultKind.hung), ("actor rank 0", FaultKind.unreachable))
+    for step, ((name, kind), (seconds, outcome, ending)) in enumerate(zip(failed, ends, strict=True), 1):
         log.step = step
         fault = log.begin(name, kind, detail)
         now[0] += seconds
@@ -219,6 +219,16 @@ def add_faults(run: Path, *, part: str = "engine 1", detail: str = "SIGKILL; 3 p
             log.end(fault, outcome, ending)
     log.close()
     return run / FAULTS
+
+
+def add_changes(run: Path, *, detail: str = "with weight version 1 in 31 s") -> None:
+    """Let engine 2 join in step 2 of `run` with `detail`, and leave in step 3."""
+    now = [DAY + 30.0]
+    log = FaultLog(run / FAULTS, lambda: now[0])
+    for log.step, change, said in ((2, Change.joined, detail), (3, Change.left, "after 4 s")):
+        log.note("engine 2", change, said)
+        now[0] += 9.0
+    log.close()
 
 
 def add_measured(run: Path, name: str, *answers: Answered, **settings: Any) -> Path:

@@ -1,9 +1,9 @@
-// Faults: what failed and when, what was lost, and how long the run took to recover.
+// Faults: what failed and when, what was lost, and how long the run took to recover. Also engines that joined and left.
 
 import { h, table } from "./dom.js";
 import { date, plural, seconds } from "./format.js";
 
-const SAID = { died: "died", hung: "hung", unreachable: "did not answer" };
+const SAID = { died: "died", hung: "hung", unreachable: "did not answer", displaced: "lost its machine" };
 
 function outcomeOf(fault) {
   if (fault.outcome === "recovered") return h("b", { class: "good" }, "recovered");
@@ -42,4 +42,14 @@ export function faultSection(run) {
   ]);
   return h("section", { id: "faults" }, h("h2", {}, "Faults"), h("p", {}, `${faultSentence(run)}.`),
     table(["began", "step", "what failed", "cause and loss", "end", "after"], rows, { label: "Faults", class: "faults" }));
+}
+
+// Engines that joined and left on purpose; null without any.
+export function changeSection(run) {
+  if (!run.changes.length) return null;
+  const rows = run.changes.map((change) => [
+    h("span", {}, date(change.at_s)), String(change.step), h("b", {}, `${change.part} ${change.change}`), h("span", {}, change.detail),
+  ]);
+  return h("section", { id: "changes" }, h("h2", {}, "Engines that joined and left"),
+    table(["when", "step", "engine", "how"], rows, { label: "Engines that joined and left", class: "faults" }));
 }

@@ -3,7 +3,7 @@
 import { h, hideTip, readByKeys, showTip, table, tipRows } from "./dom.js";
 import { plural, seconds, share } from "./format.js";
 import { shareBar, stackedBars } from "./bars.js";
-import { faultSection, faultsOf } from "./faults.js";
+import { changeSection, faultSection, faultsOf } from "./faults.js";
 import { go, link, runOf } from "./state.js";
 
 function colour(activity, waiting) {
@@ -29,7 +29,7 @@ export function times(all, now) {
   const run = all.runs[runOf(all, now)];
   const report = run.time;
   if (!report || !report.steps.length)
-    return [h("p", { class: "note" }, "No time breakdown: timeline.jsonl is missing or has no step (older runs do not write it)."), faultSection(run)];
+    return [h("p", { class: "note" }, "No time breakdown: timeline.jsonl is missing or has no step (older runs do not write it)."), faultSection(run), changeSection(run)];
   const groups = Object.keys(report.groups);
   const group = groups.includes(now.group) ? now.group : groups.includes("actor") ? "actor" : groups[0];
   const at = Math.max(0, report.steps.findIndex((step) => String(step.step) === now.step));
@@ -42,6 +42,7 @@ export function times(all, now) {
     h("section", {}, h("h2", {}, "Each step of the ", h("span", { class: "choice", role: "group", "aria-label": "Group" }, groups.map(choose)), " group"),
       stackedBars({ bars, format: seconds, label: `Seconds of each step of the ${group} group, by work and waits`, selected: at, chosen: (place) => go({ view: "time", group, step: report.steps[place].step }) }), run.faults.length > 0 && h("p", { class: "soft" }, h("span", { class: "bad" }, "▼"), " marks a step in which something failed."), totals(report, group)),
     faultSection(run),
+    changeSection(run),
     path(report, at, group),
   ];
 }

@@ -18,7 +18,7 @@ from rlsys.report.run_model import Phase, RunLiveness
 from rlsys.report.watch import LiveRun, create_app, exposition
 from tests.support.damage import DAMAGES
 from tests.support.growing_run import EVIL, add_evaluation, add_step, write_run, write_status
-from tests.support.made_run import add_faults
+from tests.support.made_run import add_changes, add_faults
 
 LOADS = 40
 """Larger than the number of threads of a process."""
@@ -182,6 +182,7 @@ def test_prometheus_figures_of_a_running_run(tmp_path: Path) -> None:
 def test_faults_are_counted_by_outcome_and_the_current_launch_shows_how_long_one_lasts(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run")
     file = add_faults(folder, part="engine \ud83d")
+    add_changes(folder)
     run = LiveRun(folder)
     assert any(FAULTS in name for name, *_ in run.version()[1]), "a fault renews the page"
     (unfinished,) = [fault for fault in open_run(folder).faults if fault.outcome is None]
@@ -192,13 +193,14 @@ def test_faults_are_counted_by_outcome_and_the_current_launch_shows_how_long_one
         families = {family.name: family for family in text_string_to_metric_families(text)}
         return {
             name: {"/".join(sorted(sample.labels.values())): sample.value for sample in families[name].samples}
-            for name in ("rlsys_run_faults", "rlsys_fault_open_seconds")
+            for name in ("rlsys_run_faults", "rlsys_fault_open_seconds", "rlsys_run_engine_changes")
         }
 
     counts = {"recovered": 1, "given_up": 1, "unfinished": 1}
     assert figures(0, Phase.running) == {
         "rlsys_run_faults": counts,
         "rlsys_fault_open_seconds": {"actor rank 0/unreachable": 5},
+        "rlsys_run_engine_changes": {"joined": 1, "left": 1},
     }
     for begun, phase in ((0, Phase.finished), (unfinished.began_s + 1, Phase.running)):
         assert figures(begun, phase)["rlsys_fault_open_seconds"] == {}
