@@ -53,7 +53,7 @@ _STARTS = 3
 SEES_ALL_GPUS = "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"
 """Environment variable that keeps Ray from setting CUDA_VISIBLE_DEVICES, even for a process that reserves no GPU."""
 _NICENESS = "RAY_worker_niceness"
-_SLIVER = 0.001  # Share of a machine's own resource; any share places a bundle on that machine.
+SLIVER = 0.001  # Share of a machine's own resource; any share places a bundle on that machine.
 _HEAD = "node:__internal_head__"
 
 
@@ -254,6 +254,12 @@ def within(bundles: PlacementGroup, index: int) -> PlacementGroupSchedulingStrat
     )
 
 
+def machine_of(bundles: PlacementGroup, index: int) -> Machine | None:
+    """Return the machine of a bundle; None while the bundle has none that lives."""
+    node = placement_group_table(bundles)["bundles_to_node_id"].get(index)
+    return next((machine for machine in machines() if machine.node_id == node), None)
+
+
 def device_ids(bundles: PlacementGroup, indices: Iterable[int], timeout_s: float) -> dict[int, tuple[str, ...]]:
     """Return the sorted GPU ids of each bundle, as CUDA_VISIBLE_DEVICES takes them, by bundle index.
 
@@ -301,7 +307,7 @@ def _places(cluster: ClusterConfig, devices: int, on: Sequence[int], until: floa
     while True:
         fit = [machine for machine in machines() if machine.devices[resource] >= devices]
         if len(fit) > max(on):
-            return [{fit[number].resource: _SLIVER} for number in on]
+            return [{fit[number].resource: SLIVER} for number in on]
         if time.monotonic() > until:
             have = ", ".join(f"{machine.host} with {machine.devices[resource]:g}" for machine in machines())
             raise RunError(

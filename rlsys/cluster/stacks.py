@@ -113,7 +113,7 @@ def write_stacks(run_dir: Path, texts: Mapping[str, str]) -> Stacks:
 def stacks_here(logs: str) -> dict[str, str]:
     """Return name -> stacks of this machine's processes whose stderr is in the folder `logs`."""
     by_log: dict[Path, list[int]] = {}
-    for pid, log in _processes_of(os.path.realpath(logs)):
+    for pid, log in processes_of(os.path.realpath(logs)):
         by_log.setdefault(log, []).append(pid)
     if not by_log:
         return {}
@@ -207,7 +207,7 @@ async def _stacks_at(task: Any, node: Mapping[str, Any], logs: str) -> dict[str,
     return {name: f"on {host}: {text}" for name, text in texts.items()}
 
 
-def _processes_of(logs: str) -> Iterator[tuple[int, Path]]:
+def processes_of(logs: str) -> Iterator[tuple[int, Path]]:
     """Yield process id and log of each process of this machine whose stderr is in `logs`."""
     for pid in sorted(int(entry) for entry in os.listdir("/proc") if entry.isdigit()):
         with suppress(OSError):  # The process has ended, or belongs to another user.

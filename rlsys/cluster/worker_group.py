@@ -27,13 +27,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 import ray
 from ray.util.placement_group import PlacementGroup
 
 from rlsys.cluster.local_ray import interface_settings, own_addresses, promised_port
 from rlsys.cluster.planning.placement import DeviceSlot
 from rlsys.cluster.runtime import RESOURCE, SEES_ALL_GPUS, device_ids, hosts_of, remote_shell, within
-from rlsys.cluster.stacks import SIGNAL, StackWriter, call_of
+from rlsys.cluster.seats import Seats
+from rlsys.cluster.stacks import SIGNAL, StackWriter, call_of, processes_of
 from rlsys.config.derived import stage_limits
 from rlsys.config.schema import ClusterConfig, Device
 from rlsys.errors import PeerLost, RunError, UserError
@@ -112,14 +114,15 @@ class WorkerGroup:
         stage_timeout_s: Mapping[str, float] | None = None,
         stacks: StackWriter | None = None,
         start: Callable[[int], Rank] | None = None,
+        seats: Seats | None = None,
     ) -> None:
-        """`start` starts the process of a rank, for `restart`."""
+        """`start` starts the process of a rank, for `restart`; `seats` are the devices of the ranks."""
         self.name = name
         self.ranks = tuple(ranks)
         self.finished = 0
         """Number of finished calls, without `POLLS`."""
         self._timeout_s, self._stage_timeout_s = timeout_s, stage_timeout_s or {}
-        self._stacks, self._start = stacks, start
+        self._stacks, self._start, self._seats = stacks, start, seats
 
     @classmethod
     def launch(
@@ -133,31 +136,42 @@ class WorkerGroup:
         concurrency: int = 0,
         variables: Mapping[str, str] | None = None,
         stacks: StackWriter | None = None,
+        near: int | None = None,
     ) -> WorkerGroup:
         """Start one empty worker process per seat; each sees only the devices of its seat.
 
+        `near` is a bundle on whose machine processes must be that join later; None if they may be on any machine.
         `concurrency` above 0 makes the workers asynchronous, with that many concurrent calls. `variables` are added to
         their environment. `stacks` writes the stacks of the run's processes when a call reaches its time limit.
         """
         machines = hosts_of(bundles) if cluster.nodes > 1 else {}
+        places = Seats(bundles, seats, cluster, near)
         pinned = {seat.bundle for seat in seats if seat.pinned and cluster.device is Device.gpu}
         named = device_ids(bundles, pinned, cluster.start_timeout_s)
 
         def start(number: int) -> Rank:
-            seat = seats[number]
+            held, seat = places.of(number)
             log = (log_dir / f"{name}-{number}.log").resolve()
-            ids = [named[seat.bundle][device] for device in seat.devices] if seat.bundle in named else None
+            ids = [named[seat.bundle][device] for device in seat.devices] if seat.pinned and named else None
             options: dict[str, Any] = {"max_concurrency": concurrency} if concurrency else {}
-            if ids is None:
+            if ids is None and held is not None:
                 options["num_cpus" if RESOURCE[cluster.device] == "CPU" else "num_gpus"] = seat.share
             environment = {**(variables or {}), **_environment(cluster, ids)}
             host = AsyncHost if concurrency else SyncHost
-            handle = remote_shell(host, within(bundles, seat.bundle), log, environment, **options)
-            where = f" (on {machines[seat.bundle]})" if machines else ""
+            strategy = "DEFAULT" if held is None else within(held, seat.bundle)
+            handle = remote_shell(host, strategy, log, environment, **options)
+            where = f" (on {machines[seat.bundle]})" if machines and held is bundles else ""
             return Rank(number, f"{name} rank {number}{where}", handle, log)
 
         ranks = [start(number) for number in range(len(seats))]
-        return cls(name, ranks, cluster.call_timeout_s, stage_limits(cluster), stacks, start)
+        return cls(name, ranks, cluster.call_timeout_s, stage_limits(cluster), stacks, start, places)
+
+    @property
+    def seats(self) -> Seats:
+        """Devices of the ranks. Raises RuntimeError for a group that was not launched."""
+        if self._seats is None:
+            raise RuntimeError(f"Group {self.name} has no devices.")
+        return self._seats
 
     async def build(
         self, factory: Callable[..., Any], arguments: Sequence[tuple], timeout_s: float, only: int | None = None
@@ -208,19 +222,27 @@ class WorkerGroup:
 
     def restart(self, only: int | None = None) -> None:
         """Kill every worker process, and start one without a worker on the same devices in place of each. `only` selects
-        one rank."""
+        one rank, which may be the next one after the last."""
         if self._start is None:
             raise RuntimeError(f"The processes of group {self.name} cannot be started again.")
         new = list(self.ranks)
         for index in range(len(new)) if only is None else (only,):
             self.kill_rank(index)
-            new[index] = self._start(index)
+            new[index : index + 1] = [self._start(index)]
         self.ranks = tuple(new)
 
     def kill_rank(self, index: int) -> None:
         """Kill one worker process at once; calls to it in flight raise RankDied."""
         with contextlib.suppress(Exception):  # The process may be gone already.
             ray.kill(self.ranks[index].handle)
+
+    def memory_bytes(self) -> int:
+        """Return the memory of the largest rank on this machine with its child processes, without shared memory."""
+        sizes: dict[Path, int] = {rank.log: 0 for rank in self.ranks}
+        for pid, log in processes_of(os.path.realpath(self.ranks[0].log.parent)):
+            with contextlib.suppress(psutil.Error):
+                sizes[log] = sizes.get(log, 0) + psutil.Process(pid).memory_full_info().uss
+        return max(sizes[rank.log] for rank in self.ranks)
 
     def log_tail(self, index: int) -> str:
         """Return the last lines of one worker's log, to append to a message."""

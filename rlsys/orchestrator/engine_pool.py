@@ -177,13 +177,22 @@ class EnginePool:
 
     @property
     def capacity(self) -> int:
-        """Number of groups that living engines can generate at a time, not counting engines set aside."""
-        return max(1, self._slots // self._samples) * len(self.engines.members.rolling)
+        """Number of groups that living engines can generate at a time, not counting engines set aside.
+
+        A leaving engine counts with the groups that it still has.
+        """
+        members = self.engines.members
+        ending = sum(self._router.keys(one) for one in members.leaving if not one.aside)
+        return max(1, self._slots // self._samples) * len(members.rolling) + ending
 
     @property
     def answers(self) -> int:
-        """Number of answers that all engines can generate at a time, also those that are started again; at least 1."""
-        return self._slots * max(1, len(self.engines.members.of_engine))
+        """Number of answers that all engines can generate at a time, also those that are started again; at least 1.
+
+        Without those that leave.
+        """
+        members = self.engines.members
+        return self._slots * max(1, len(members.of_engine) - len(members.leaving))
 
     def groups_on(self, one: Member) -> int:
         """Return the number of groups and answers that a member generates now."""

@@ -3,6 +3,7 @@
     join --> starting --> joining --> serving <--> suspect
              process      weights        |            |
                                          +------------+--> removed (died or hung), or starting again
+                                         +------------+--> leaving --> removed, once its groups have ended
 
 A member is one life of an engine: an engine that is started again is another member with the same number. An event
 about a member that has been removed changes nothing, so a late answer of a dead process cannot harm its successor.
@@ -36,6 +37,8 @@ class Standing(StrEnum):
     serving = "serving"
     suspect = "suspect"
     """It makes no progress: it gets no new work until it does."""
+    leaving = "leaving"
+    """It gets no new groups, and leaves when those that it has have ended."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +58,7 @@ class Member:
     @property
     def lives(self) -> bool:
         """True if it has been admitted: it receives every new version."""
-        return self.standing in (Standing.serving, Standing.suspect)
+        return self.standing in (Standing.serving, Standing.suspect, Standing.leaving)
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,11 +108,21 @@ class Members:
         """Members for rollouts, including those that still switch to `version`."""
         return tuple(one for one in self.living if one.standing is Standing.serving and not one.aside)
 
+    @property
+    def leaving(self) -> tuple[Member, ...]:
+        """Members that leave when their groups have ended."""
+        return tuple(one for one in self.living if one.standing is Standing.leaving)
+
     def takes(self, one: Member, aside: bool) -> bool:
-        """Return True if `one` may take rollouts, or with `aside` answers of an evaluation on engines set aside."""
-        if one.standing is not Standing.serving or one.aside is not aside:
+        """Return True if `one` may take rollouts, or with `aside` answers of an evaluation on engines set aside.
+
+        An evaluation ends on the engines on which it has begun, also on one that leaves.
+        """
+        if one.aside is not aside:
             return False
-        return aside or not self.is_behind(one)
+        if aside:
+            return one.standing in (Standing.serving, Standing.leaving)
+        return one.standing is Standing.serving and not self.is_behind(one)
 
     def is_behind(self, one: Member) -> bool:
         """Return True if `one` has an older version than `version`."""
@@ -143,8 +156,22 @@ class Members:
         """Undo `suspect`."""
         return self._move(one, Standing.suspect, Standing.serving)
 
+    def leave(self, one: Member) -> Members:
+        """Give an admitted member no new groups, so that it can be removed."""
+        held = self.of_engine.get(one.engine)
+        return self._change(one, standing=Standing.leaving) if held is not None and held.lives else self
+
+    def stay(self, one: Member) -> Members:
+        """Undo `leave`."""
+        return self._move(one, Standing.leaving, Standing.serving)
+
+    def remains_without(self, one: Member) -> bool:
+        """Return True if another member serves, or will: then `one` may leave."""
+        others = (other for engine, other in self.of_engine.items() if engine != one.engine)
+        return any(other.standing is not Standing.leaving for other in others)
+
     def remove(self, one: Member, returns: bool = False) -> Members:
-        """Remove a member that has died or hung; with `returns`, its engine joins again in the same event."""
+        """Remove a member that has died, hung or left; with `returns`, its engine joins again in the same event."""
         if not self.holds(one):
             return self
         left = {engine: other for engine, other in self.of_engine.items() if engine != one.engine}
@@ -211,7 +238,8 @@ class Router:
     - A key is on at most one member, which has not been removed.
     - A key goes to the member with the smallest load among those that may take it; ties go to the lowest number.
     - A load exceeds `slots` only if a single key is larger than `slots`.
-    - A key is retried after the death of its first engine, and lost after the death of its second engine.
+    - A key is retried after the death of its first engine, and lost after the death of its second engine. The removal
+      of a member that was leaving is no death.
     """
 
     def __init__(self, members: Members, slots: int | None = None) -> None:
@@ -263,6 +291,7 @@ class Router:
 
     def update(self, members: Members) -> Orphans:
         """Continue with the snapshot `members`; unassign the keys of members that were removed, and return them."""
+        left = {one.life for one in self.members.of_engine.values() if one.standing is Standing.leaving}
         self.members = members
         lives = {one.life for one in members.of_engine.values()}
         for life in self._loads.keys() - lives:
@@ -271,7 +300,9 @@ class Router:
         lost: dict[str, str] = {}
         for key, held in [(key, held) for key, held in self._assignments.items() if held.life not in lives]:
             del self._assignments[key]
-            if key in self._died_under:
+            if held.life in left:
+                retry.append(key)
+            elif key in self._died_under:
                 first = self._died_under.pop(key)
                 lost[key] = f"engines {first} and {held.engine} both died while generating it"
             else:

@@ -39,8 +39,10 @@ from rlsys.observe.environment import detect, unmet_requirements
 from rlsys.observe.faults import FAULT_METRICS, FAULTS, KILLED_BY, Fault, FaultKind, FaultLog, Outcome, Restarts
 from rlsys.observe.guards import GUARD_METRICS, Alarm
 from rlsys.observe.metrics import Metric
+from rlsys.observe.requests import Inbox
 from rlsys.observe.spans import BATCH_METRICS, peak_flops
 from rlsys.observe.status import STATUS, Progress, StatusFile
+from rlsys.orchestrator.elastic import Elastic
 from rlsys.orchestrator.engine_pool import ENGINE_METRICS, EnginePool
 from rlsys.orchestrator.evaluation.heldout import EVALUATION_METRICS, heldout_questions
 from rlsys.orchestrator.evaluator import Evaluator
@@ -158,6 +160,7 @@ class Run:
     pipeline: RolloutPipeline
     weights: WeightSync
     supervisor: Supervisor
+    elastic: Elastic
     evaluator: Evaluator
     saver: Saver
     rewards: Rewards
@@ -208,13 +211,14 @@ class Run:
         self.log.prompts(step, self.pipeline.scheduler.ended())
 
     async def watch(self) -> None:
-        """Watch engines, search server and progress until cancelled.
+        """Watch engines, search server and progress, and let engines join and leave, until cancelled.
 
         Raises an exception group with a RunError if nothing progresses, or if the search server does not return.
         """
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self.search.watch())
             tasks.create_task(self.watch_engines())
+            tasks.create_task(self.elastic.run())
             tasks.create_task(self.watch_progress())
 
     async def watch_engines(self) -> None:
@@ -366,6 +370,7 @@ class Session:
         is the step after which the run resumes."""
         self.config, self.run_dir, self.progress, self.faults = config, run_dir, progress, faults
         self.rewards, self.search, self.workers, self.ray = rewards, search, workers, ray
+        self.inbox = Inbox(run_dir)
         self._restarts, self._engine_restarts = Restarts(config.cluster), Restarts(config.cluster)
         self._engine_faults: dict[int, Fault] = {}
         """Engine -> its fault that is not over."""
@@ -415,6 +420,9 @@ class Session:
                 pipeline=pipeline,
                 weights=weights,
                 supervisor=supervisor,
+                elastic=Elastic(
+                    groups.engines, supervisor, self.workers["rollout"].seats, self.inbox, self.faults, config
+                ),
                 evaluator=Evaluator(config, log, self.search, groups.engines, heldout, groups.count_to, saver.awaited),
                 saver=saver,
                 rewards=self.rewards,
@@ -549,7 +557,9 @@ async def open_session(config: RunConfig, run_dir: Path, origin: Origin | None =
         done = origin.state.step if origin else 0
         ray = RayWatch(ray_processes())
         settled = replace(config, search=search.search)
-        yield Session(settled, run_dir, progress, faults, rewards, outages, workers, ray, done)
+        session = Session(settled, run_dir, progress, faults, rewards, outages, workers, ray, done)
+        stack.callback(session.inbox.close)
+        yield session
 
 
 def _groups(

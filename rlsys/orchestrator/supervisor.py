@@ -2,9 +2,10 @@
 
     serving --dies, hangs--> killed --> started on the same devices --> gets the weights, verified --> serving
                                |                                            (`WeightSync.catch_up`)
-                               +--> dropped from the pool, if `cluster.restarts` are used up
+                               +--> dropped from the pool, if `cluster.restarts` are used up, or if it leaves anyway
 
-A start or a transfer that fails uses up another restart. Prompt groups of the engine are run again at once, on other
+An engine whose machine has left the cluster is dropped; its fault is over once it has joined again (`rlsys.orchestrator.
+elastic`). A start or a transfer that fails uses up another restart. Prompt groups of the engine are run again at once, on other
 engines; requests wait while no engine lives and one is being started.
 """
 
@@ -14,6 +15,7 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from typing import Any
 
 from rlsys.cluster.worker_group import RankDied
 from rlsys.config.schema import Mode, RunConfig
@@ -76,7 +78,51 @@ class Supervisor:
         self._restarts = config.cluster.mode is not Mode.colocated
         self._stall_timeout_s = config.rollout.engine.stall_timeout_s
         self._heartbeats = Heartbeats()
+        self._invited: dict[int, asyncio.Future[int]] = {}
+        """Life of a member that joins -> its first weight version, or the error of its start, which is no fault."""
         self._engines.on_loss = self._lost
+
+    @property
+    def displaced(self) -> tuple[int, ...]:
+        """Engines without a machine, which are no members."""
+        return tuple(engine for engine in self._unrecovered if engine not in self._engines.members.of_engine)
+
+    def invite(self, engine: int) -> Member:
+        """Begin to start an engine that is no member; `joined` waits for it."""
+        members = self._engines.members.join(engine)
+        one = members.of_engine[engine]
+        self._invited[one.life] = asyncio.get_running_loop().create_future()
+        self._engines.change(members)
+        return one
+
+    async def joined(self, one: Member) -> int:
+        """Wait until a member that was invited serves; return its first weight version.
+
+        Raises RunError or UserError if it could not start, which uses up no restart. On cancellation it is removed.
+        """
+        joined, gone = self._invited[one.life], self._engines.gone(one)
+        ends: list[asyncio.Future[Any]] = [joined, gone]
+        try:
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+            if not joined.done():
+                raise RunError(f"engine {one.engine} did not join: {gone.result()}")
+            return joined.result()
+        finally:
+            del self._invited[one.life]
+            if not joined.done() and not gone.done():
+                self._engines.remove(one, "its start was given up")
+            joined.cancel()
+
+    def tries_again(self, engine: int, why: str) -> bool:
+        """Count a failed start of a displaced engine as a restart; return False if it was the last one."""
+        if self._budget.take():
+            return True
+        self.give_up(engine, f"no restart is left: {why}")
+        return False
+
+    def give_up(self, engine: int, why: str) -> None:
+        """Record that the run goes on without an engine that has failed."""
+        self._end(engine, Outcome.given_up, why)
 
     async def run(self, poll_s: float, after_poll: Callable[[], None] = lambda: None) -> None:
         """Watch and restart engines until cancelled; call `after_poll` after each poll of the engines."""
@@ -115,18 +161,25 @@ class Supervisor:
 
     def _lost(self, one: Member, kind: FaultKind, why: str) -> bool:
         """Record the fault of a member; return True if its engine is started again."""
-        returns = self._restarts and self._budget.take()
+        standing = self._engines.members.of_engine[one.engine].standing
+        joined = self._invited.get(one.life)
+        if joined is not None and not joined.done():
+            return False
+        if kind is FaultKind.displaced and standing in (Standing.starting, Standing.joining):
+            self._budget.give_back()  # It died first, and could not start again without its machine.
+        may_return = self._restarts and kind is not FaultKind.displaced and standing is not Standing.leaving
+        returns = may_return and self._budget.take()
         if one.engine not in self._unrecovered:
             groups = self._pool.groups_on(one)
             detail = f"{why.rstrip('.')}; {groups} prompt groups are run again."
             self._unrecovered[one.engine] = self._faults.begin(f"engine {one.engine}", kind, detail)
-        if not returns:
-            reason = "no restart is left" if self._restarts else "the engines of a colocated run are not started again"
-            self._end(one, Outcome.given_up, f"{reason}: {why}")
+        if not returns and kind is not FaultKind.displaced:
+            reason = "no restart is left" if may_return else "it is not started again"
+            self.give_up(one.engine, f"{reason}: {why}")
         return returns
 
-    def _end(self, one: Member, outcome: Outcome, detail: str) -> None:
-        fault = self._unrecovered.pop(one.engine, None)
+    def _end(self, engine: int, outcome: Outcome, detail: str) -> None:
+        fault = self._unrecovered.pop(engine, None)
         if fault is not None:
             self._faults.end(fault, outcome, detail)
 
@@ -135,6 +188,9 @@ class Supervisor:
 
         Raises RankDied if the sender of the weights dies.
         """
+        if not self._engines.members.holds(one):
+            return
+        joined = self._invited.get(one.life)
         try:
             await self._start(one)
             self._engines.change(self._engines.members.started(one))
@@ -143,5 +199,9 @@ class Supervisor:
             if isinstance(problem, RankDied) and problem.name.startswith(MEGATRON):
                 raise  # The sender has died: the run goes back to its last checkpoint, and the engine is not to blame.
             self._engines.lost(one, problem)
+            if joined is not None and not joined.done():
+                joined.set_exception(problem)
         else:
-            self._end(one, Outcome.recovered, f"started again; it has verified version {version}")
+            self._end(one.engine, Outcome.recovered, f"started again; it has verified version {version}")
+            if joined is not None and not joined.done():
+                joined.set_result(version)

@@ -31,7 +31,8 @@ import asyncio
 import logging
 import shutil
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
@@ -223,6 +224,12 @@ class WeightSync:
         """Push and activate `version`."""
         await self.push(version)
         return await self.activate(version)
+
+    @asynccontextmanager
+    async def between_transfers(self) -> AsyncIterator[None]:
+        """Wait until no transfer runs, and begin none during the body: a receiver may leave without a transfer for it."""
+        async with self._sending:
+            yield
 
     async def catch_up(self, receiver: WeightReceiver) -> int:
         """Send the last pushed version to `receiver` alone, which switches to it at once; return the version.

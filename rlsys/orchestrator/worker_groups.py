@@ -31,7 +31,7 @@ from rlsys.cluster.stacks import StackWriter
 from rlsys.cluster.worker_group import WorkerGroup, share
 from rlsys.config.algorithm import OldLogprobs
 from rlsys.config.derived import has_critic, on_update, scoring_forwards
-from rlsys.config.schema import Device, Mode, RunConfig
+from rlsys.config.schema import Device, Mode, RunConfig, SyncMode
 from rlsys.data.trajectory import Floats, Sample, Scores, TopkLogprobs
 from rlsys.observe import status
 from rlsys.observe.metrics import Metric
@@ -90,6 +90,7 @@ async def started_groups(config: RunConfig, log_dir: Path) -> AsyncIterator[dict
     several = config.cluster.nodes > 1
     plan = plan_bundles(holdings(config), config.cluster.devices_per_node if several else None)
     stacks = StackWriter(log_dir.parent)
+    here_only = config.cluster.sync_mode in (SyncMode.tensor, SyncMode.ipc)
     with ray_runtime(config.cluster, plan.sizes, plan.machines) as bundles:
         groups: dict[str, WorkerGroup] = {}
         try:
@@ -104,11 +105,13 @@ async def started_groups(config: RunConfig, log_dir: Path) -> AsyncIterator[dict
                     concurrency=concurrency,
                     variables=_search_token(config),
                     stacks=stacks,
+                    near=plan.slots["actor"][0].bundle if here_only else None,
                 )
             yield groups
         finally:
             for group in groups.values():
                 group.kill()
+                group.seats.release_all()
 
 
 def _search_token(config: RunConfig) -> dict[str, str]:
@@ -168,7 +171,7 @@ def _rollout_worker(config: RunConfig, seed: int) -> Any:
 
 async def _build(name: str, group: WorkerGroup, config: RunConfig, done: int) -> None:
     if name == "rollout":
-        first = config.trainer.seed + done * len(group.ranks)
+        first = config.trainer.seed + done * group.seats.planned
         arguments = [(config, first + rank) for rank in range(len(group.ranks))]
         await group.build(_rollout_worker, arguments, config.rollout.engine.start_timeout_s)
     else:
@@ -176,8 +179,8 @@ async def _build(name: str, group: WorkerGroup, config: RunConfig, done: int) ->
 
 
 async def restart_engine(group: WorkerGroup, member: Member, config: RunConfig, done: int = 0) -> None:
-    """Start the process of an engine again, with a seed that no other engine of this process has had."""
-    seed = config.trainer.seed + done * len(group.ranks) + member.life
+    """Start the process of a new engine, or of one again, with a seed that no other engine of this process has had."""
+    seed = config.trainer.seed + done * group.seats.planned + member.life
     group.restart(member.engine)
     start_timeout_s = config.rollout.engine.start_timeout_s
     await group.build(_rollout_worker, [(config, seed)], start_timeout_s, member.engine)

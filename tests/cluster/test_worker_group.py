@@ -153,6 +153,19 @@ async def test_rank_that_was_killed_starts_again_on_its_devices(
         assert await group.call("add", 3) == [(0, [1, 3]), (7, [3])]
 
 
+async def test_further_rank_joins_a_group_on_a_ray_of_its_own_without_a_bundle(
+    bundles: PlacementGroup, tmp_path: Path
+) -> None:
+    async with group_of(bundles, SEATS, tmp_path) as group:
+        assert group.seats.find(2)
+        group.restart(2)
+        await group.build(Toy, [(7,)], 300, 2)
+        assert await group.call("add", 3) == [(0, [3]), (1, [3]), (7, [3])]
+        before = group.memory_bytes()
+        held = await group.call_rank(2, "hold", 100 * 2**20)
+        assert held + before / 2 < group.memory_bytes() < held + 2 * before
+
+
 async def test_restarted_group_has_new_processes_with_new_workers(bundles: PlacementGroup, tmp_path: Path) -> None:
     async with group_of(bundles, SEATS, tmp_path) as group:
         await group.call("add", 1)

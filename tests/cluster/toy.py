@@ -21,9 +21,20 @@ class Toy:
         """Return the id of this process."""
         return os.getpid()
 
+    def node(self) -> str:
+        """Return the Ray node id of this process."""
+        import ray
+
+        return str(ray.get_runtime_context().get_node_id())
+
     def add(self, value: int) -> tuple[int, list[int]]:
         self.calls.append(value)
         return self.rank, list(self.calls)
+
+    def hold(self, size: int) -> int:
+        """Keep `size` bytes of memory from now on."""
+        self.held = os.urandom(size)
+        return len(self.held)
 
     def wait_for(self, file: Path) -> None:
         while self.rank == 1 and not file.exists():

@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import typer
 
-from rlsys.apps.cli import chat, convert, data, doctor, evaluate, own, plan, runs, search, training
+from rlsys.apps.cli import chat, convert, data, doctor, engines, evaluate, own, plan, runs, search, training
 from rlsys.apps.running import say_that_it_ends
 from rlsys.errors import Interrupted, RunError, UserError, code_of, root_cause, with_code
 
@@ -32,6 +32,7 @@ app.command("own", help="Train on your own documents and questions. The run ends
 )
 app.command("report", help="Write a report page. Several runs are shown side by side.")(runs.report)
 app.command("watch", help="Serve the live page of a run. Metrics for Prometheus are at /metrics.")(runs.watch)
+app.add_typer(engines.app, name="engines")
 app.add_typer(runs.audit, name="audit")
 app.add_typer(convert.app, name="convert")
 app.add_typer(data.app, name="data")

@@ -152,15 +152,18 @@ class Engines:
         self.ranks[index].end()
 
     async def restart(self, member: Member) -> None:
-        """Start an engine again, as `restart_engine` does. Raises the failure of `start`, if any."""
-        former = self.ranks[member.engine]
-        if not former.killed:
+        """Start an engine, a new one or again, as `restart_engine` does. Raises the failure of `start`, if any."""
+        former = self.ranks[member.engine : member.engine + 1]
+        if former and not former[0].killed:
             self.breaches.append(f"engine {member.engine} is started beside its former process")
+        if not former:
+            self.ranks.append(Worker(member.engine))
         await asyncio.sleep(self._seconds("start", (member,)))
         if "start" in self._failures:
             raise self._failures["start"]
-        self.former.append(former)
-        self.ranks[member.engine] = Worker(member.engine)
+        if former:
+            self.former += former
+            self.ranks[member.engine] = Worker(member.engine)
 
     def log_tail(self, index: int) -> str:
         return f"The last lines of engine {index}"

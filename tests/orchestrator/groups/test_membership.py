@@ -12,6 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from rlsys.orchestrator.membership import Member, Members, NoEngineLeft, NoneSetAside, Router, Standing
 
+ADMITTED = ("serving", "suspect", "leaving")
 KEYS = [f"k{number}" for number in range(12)]
 
 
@@ -57,12 +58,14 @@ class MembersAndRouter(RuleBasedStateMachine):
     @precondition(lambda self: self.lives)
     @rule(data=st.data(), returns=st.booleans())
     def die(self, data: Any, returns: bool) -> None:
-        member, life = self.pick(data, "starting", "joining", "serving", "suspect")
+        member, life = self.pick(data, "starting", "joining", *ADMITTED)
         self.lives.remove(life)
         if returns:
             self.lives.append(Life(life.engine, "starting"))
         for key in life.keys:
-            if key in self.died_under:
+            if life.standing == "leaving":
+                self.retry.add(key)
+            elif key in self.died_under:
                 del self.died_under[key]
             else:
                 self.died_under[key] = life.engine
@@ -94,11 +97,30 @@ class MembersAndRouter(RuleBasedStateMachine):
         life.standing, life.version = "serving", max(-1, self.version - late)
         self.step(self.members.admit(member, life.version if life.version >= 0 else None))
 
-    @precondition(lambda self: any(one.standing in ("serving", "suspect") for one in self.lives))
+    @precondition(lambda self: self.lives)
+    @rule(data=st.data())
+    def leave(self, data: Any) -> None:
+        member, life = self.pick(data, "starting", "joining", *ADMITTED)
+        others = [one for one in self.lives if one is not life and one.standing != "leaving"]
+        assert self.members.remains_without(member) is bool(others)
+        if life.standing in ADMITTED:
+            life.standing = "leaving"
+        self.step(self.members.leave(member))
+
+    @precondition(lambda self: any(one.standing in ADMITTED for one in self.lives))
+    @rule(data=st.data())
+    def stay(self, data: Any) -> None:
+        member, life = self.pick(data, *ADMITTED)
+        if life.standing == "leaving":
+            life.standing = "serving"
+        self.step(self.members.stay(member))
+
+    @precondition(lambda self: any(one.standing in ADMITTED for one in self.lives))
     @rule(data=st.data(), suspect=st.booleans())
     def judge(self, data: Any, suspect: bool) -> None:
-        member, life = self.pick(data, "serving", "suspect")
-        life.standing = "suspect" if suspect else "serving"
+        member, life = self.pick(data, *ADMITTED)
+        if life.standing != "leaving":
+            life.standing = "suspect" if suspect else "serving"
         self.step(self.members.suspect(member) if suspect else self.members.trust(member))
 
     @rule()
@@ -106,10 +128,10 @@ class MembersAndRouter(RuleBasedStateMachine):
         self.version += 1
         self.step(self.members.raise_to(self.version))
 
-    @precondition(lambda self: any(one.standing in ("serving", "suspect") for one in self.lives))
+    @precondition(lambda self: any(one.standing in ADMITTED for one in self.lives))
     @rule(data=st.data())
     def switch(self, data: Any) -> None:
-        member, life = self.pick(data, "serving", "suspect")
+        member, life = self.pick(data, *ADMITTED)
         if self.version >= 0:
             life.version = self.version
             self.step(self.members.switched(member, self.version))
@@ -122,7 +144,7 @@ class MembersAndRouter(RuleBasedStateMachine):
         self.step(self.members.set_aside([member], aside))
 
     @precondition(lambda self: self.former)
-    @rule(data=st.data(), event=st.sampled_from(["started", "suspect", "trust", "remove"]))
+    @rule(data=st.data(), event=st.sampled_from(["started", "suspect", "trust", "remove", "leave", "stay"]))
     def late_event(self, data: Any, event: str) -> None:
         """An event about a member that is gone changes nothing."""
         gone = [
@@ -146,12 +168,13 @@ class MembersAndRouter(RuleBasedStateMachine):
             with pytest.raises(NoEngineLeft):
                 self.router.assign(key, size, aside)
             return
-        up = [one for one in self.lives if one.standing in ("serving", "suspect")]
+        up = [one for one in self.lives if one.standing in ADMITTED]
         if aside and not any(one.aside for one in up):
             with pytest.raises(NoneSetAside):
                 self.router.assign(key, size, aside)
             return
-        current = [one for one in self.lives if one.standing == "serving" and one.aside is aside]
+        takers = ("serving", "leaving") if aside else ("serving",)
+        current = [one for one in self.lives if one.standing in takers and one.aside is aside]
         fit = [one for one in current if aside or one.version >= self.version]
         best = min(fit, key=lambda one: (sum(one.keys.values()), one.engine), default=None)
         load = sum(best.keys.values()) if best else 0

@@ -1,0 +1,74 @@
+"""Test that engines of a real run leave and join while it trains, on request, and that no prompt is lost."""
+
+import json
+import subprocess
+from collections import Counter
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.live.test_engines_return import wait_until, worker_of
+from tests.live.test_resume_live import kill_with_all_children, rows
+from tests.orchestrator.groups.test_real_restarts import is_gone
+from tests.support.paths import PROJECT
+from tests.support.runs import LIMIT_S, RLSYS, rlsys, small
+
+STEPS, GROUPS = 14, 16
+RUN = [f"trainer.steps={STEPS}", "trainer.schedule.kind=async", "cluster.placement.rollout=2-3"]
+
+pytestmark = [pytest.mark.slow, pytest.mark.engine]
+
+
+@pytest.mark.parametrize("mode", ["tensor", "broadcast"])
+def test_engines_leave_and_join_while_a_run_trains(mode: str, tmp_path: Path) -> None:
+    outputs, log = tmp_path / "outputs", tmp_path / "log"
+    with log.open("wb") as file:
+        command = [*RLSYS, *small(outputs, *RUN, f"cluster.sync_mode={mode}")]
+        process = subprocess.Popen(command, cwd=PROJECT, stdout=file, stderr=subprocess.STDOUT)
+    try:
+        (folder,) = wait_until(
+            process, log, lambda: [one.parent for one in outputs.glob("searchr1_tiny_cpu-*/metrics.jsonl") if rows(one)]
+        )
+        left = worker_of(psutil.Process(process.pid), 0)
+        processes = [left, *left.children(recursive=True)]
+        said = {
+            words: rlsys("engines", *words.split(), "--run", folder)
+            for words in ("leave 0 --limit 60", "leave 1", "join", "join 2", "leave 1 --now", "list --json")
+        }
+        assert process.poll() is None, log.read_text()[-3000:]
+        assert process.wait(LIMIT_S) == 0, log.read_text()[-3000:]
+        ended = rlsys("engines", "join", "--run", folder)
+    finally:
+        if process.poll() is None:
+            kill_with_all_children(process)
+    statuses = {words: done.returncode for words, done in said.items()}
+    assert statuses == {words: 2 if words == "leave 1" else 0 for words in said}, [
+        done.stderr for done in said.values()
+    ]
+    assert all(one.returncode == 2 and one.stderr.endswith("[conflict]\n") for one in (said["leave 1"], ended))
+    assert [(row["engine"], row["state"]) for row in json.loads(said["list --json"].stdout)] == [
+        (0, "serving"),
+        (2, "serving"),
+    ]
+    assert all(is_gone(one) for one in processes), "a process of the engine that left is left"
+
+    changes = [(row["event"], row["part"]) for row in rows(folder / "faults.jsonl")]
+    assert changes == [("left", "engine 0"), ("joined", "engine 0"), ("joined", "engine 2"), ("left", "engine 1")]
+    metrics = rows(folder / "metrics.jsonl")
+    assert [row["step"] for row in metrics] == list(range(1, STEPS + 1))
+    assert metrics[-1]["rollout/engines"] == 2
+    assert metrics[-1]["rollout/lost_groups"] == 0
+    summary = json.loads((folder / "summary.json").read_text())
+    assert summary["weight_syncs"] == STEPS + 1
+    assert summary["faults"]["count"] == 0
+    for engine in (0, 2):
+        assert 1 <= metrics[-1][f"engine/{engine}/updates"] < STEPS
+        assert metrics[-1][f"engine/{engine}/version"] >= STEPS - 1
+
+    ends = rows(folder / "prompts.jsonl")
+    groups = Counter(row["group"] for row in ends)
+    assert set(groups) == set(range(max(groups) + 1)), "a prompt group is lost"
+    assert set(groups.values()) == {1}, "a prompt group ended twice"
+    trained = Counter(row["uid"] for row in ends if row["end"] == "trained")
+    assert (sum(trained.values()), set(trained.values())) == (STEPS * GROUPS, {1})
