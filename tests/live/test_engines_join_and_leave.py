@@ -3,6 +3,7 @@
 import json
 import subprocess
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import psutil
@@ -14,7 +15,7 @@ from tests.orchestrator.groups.test_real_restarts import is_gone
 from tests.support.paths import PROJECT
 from tests.support.runs import LIMIT_S, RLSYS, rlsys, small
 
-STEPS, GROUPS = 14, 16
+STEPS, GROUPS = 30, 16
 RUN = [f"trainer.steps={STEPS}", "trainer.schedule.kind=async", "cluster.placement.rollout=2-3"]
 
 pytestmark = [pytest.mark.slow, pytest.mark.engine]
@@ -32,10 +33,18 @@ def test_engines_leave_and_join_while_a_run_trains(mode: str, tmp_path: Path) ->
         )
         left = worker_of(psutil.Process(process.pid), 0)
         processes = [left, *left.children(recursive=True)]
-        said = {
-            words: rlsys("engines", *words.split(), "--run", folder)
-            for words in ("leave 0 --limit 60", "leave 1", "join", "join 2", "leave 1 --now", "list --json")
-        }
+        said = {}
+        # The two engines start at the same time.
+        for several in (
+            ("leave 0 --limit 60",),
+            ("leave 1",),
+            ("join", "join 2"),
+            ("leave 1 --now",),
+            ("list --json",),
+        ):
+            with ThreadPoolExecutor() as threads:
+                done = threads.map(lambda words: rlsys("engines", *words.split(), "--run", folder), several)
+                said |= zip(several, done, strict=True)
         assert process.poll() is None, log.read_text()[-3000:]
         assert process.wait(LIMIT_S) == 0, log.read_text()[-3000:]
         ended = rlsys("engines", "join", "--run", folder)
@@ -54,7 +63,8 @@ def test_engines_leave_and_join_while_a_run_trains(mode: str, tmp_path: Path) ->
     assert all(is_gone(one) for one in processes), "a process of the engine that left is left"
 
     changes = [(row["event"], row["part"]) for row in rows(folder / "faults.jsonl")]
-    assert changes == [("left", "engine 0"), ("joined", "engine 0"), ("joined", "engine 2"), ("left", "engine 1")]
+    assert (changes[0], changes[-1]) == (("left", "engine 0"), ("left", "engine 1"))
+    assert set(changes[1:-1]) == {("joined", "engine 0"), ("joined", "engine 2")}
     metrics = rows(folder / "metrics.jsonl")
     assert [row["step"] for row in metrics] == list(range(1, STEPS + 1))
     assert metrics[-1]["rollout/engines"] == 2
