@@ -499,7 +499,7 @@ FORMATS: Mapping[str, type[Format]] = {
 
 
 def parsed(kind: type[Format], body: bytes, codec: Codec, sampling: TurnSampling, *, ignore_sampling: bool) -> Format:
-    """Return the request in `body`. Raises Refused with the field that is wrong, or that asks what a run cannot give."""
+    """Return the request in `body`. Raises Refused with the field that is wrong or asks what a run cannot give."""
     try:
         values = json.loads(body)
         require_shallow(values)
@@ -527,15 +527,15 @@ def require_settled(given: _Body, sampling: TurnSampling) -> None:
             continue
         if name not in own:
             raise Refused(
-                f"{name:.200}={value!r:.80} is not supported, because training needs answers as the run samples them: leave it "
-                "out, or set task.agent.ignore_sampling=true.",
+                f"{name:.200}={value!r:.80} is not supported, because training needs answers as the run samples them: "
+                "leave it out, or set task.agent.ignore_sampling=true.",
                 code="unsupported_parameter",
                 param=name[:200],
             )
         if value != own[name]:
             raise Refused(
-                f"{name}={value!r:.80} differs from the run's {own[name]!r}, with which every token must be sampled: leave it "
-                "out, or set task.agent.ignore_sampling=true.",
+                f"{name}={value!r:.80} differs from the run's {own[name]!r}, with which every token must be sampled: "
+                "leave it out, or set task.agent.ignore_sampling=true.",
                 code="unsupported_value",
                 param=name,
             )

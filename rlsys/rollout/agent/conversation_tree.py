@@ -50,7 +50,7 @@ class Cause(StrEnum):
     SYSTEM = "system"
     """The request had another system message than the conversation that it continues."""
     TEMPLATE = "template"
-    """The chat template renders earlier turns in another way once new messages follow, such as without their reasoning."""
+    """The chat template renders earlier turns differently once new messages follow, such as without reasoning."""
     EDITED = "edited"
     """A message differs from the one recorded in its place, and no message is missing."""
     COMPACTED = "compacted"
@@ -145,7 +145,7 @@ class ConversationTree:
         return made
 
     def branches(self) -> list[tuple[Cause, list[Generation]]]:
-        """Return cause and generations, from the root to a leaf, of each branch; the last generation is in the last one.
+        """Return cause and generations, from the root to a leaf, of each branch; the last generation is in the last.
 
         Only generations that are in no earlier branch are trained in a branch.
         """

@@ -3,8 +3,8 @@
     POST /SESSION/v1/chat/completions, /v1/completions, /v1/responses, /v1/messages     GET /SESSION/v1/models
     POST /SESSION/v1/search   {"query": "..."} -> {"result": "..."}, the run's search
 
-The server listens on loopback, in the process and on the event loop of the engine. Each episode is a session with a path
-and a key of its own. The agent is a function or a command, and begins with the question, the session's `base_url` and
+The server listens on loopback, in the process and on the event loop of the engine. Each episode is a session with a
+path and a key of its own. The agent is a function or a command, and begins with the question, the session's `base_url` and
 its `api_key`.
 
 Invariants:
@@ -145,7 +145,7 @@ Answer = Callable[[Request, _Session], Awaitable[Response]]
 
 
 class Gateway:
-    """The server of one engine's episodes, and their agents. It starts with the first episode; `close` it at the end."""
+    """The server of one engine's episodes, and their agents. It starts with the first one; `close` it at the end."""
 
     def __init__(self, settings: GatewayAgent, entry: Callable[..., Any] | None) -> None:
         self.counts: Counter[str] = Counter()
@@ -275,7 +275,7 @@ class Gateway:
         return self._guarded(answer, form)
 
     def _guarded(self, answer: Answer, form: type[Format] = ChatCompletions) -> Endpoint:
-        """Return `answer` as an endpoint, for requests with the key of their session. Errors are written as in `form`."""
+        """Return `answer` as an endpoint, for requests with the key of their session. Errors are written as `form` does."""
 
         async def endpoint(request: Request) -> Response:
             session = None

@@ -17,6 +17,7 @@ from rlsys.rollout.agent.episode import EpisodeTools, run_episode
 from rlsys.rollout.agent.gateway import Gateway
 from rlsys.rollout.agent.recorder import Generation, OnTokens, TurnSampling
 from rlsys.search.retrieval import SearchResult
+from tests.rollout.agent import gateway_agents
 from tests.rollout.agent.scripted import task
 from tests.support.chat_templates import TEMPLATES
 from tests.support.search_results import result_of
@@ -81,15 +82,15 @@ class Engine:
             raise
 
 
-def tools_of(engine: Engine, agent: Callable[..., Any] | GatewayAgent, **changes: Any) -> EpisodeTools:
+def tools_of(
+    engine: Engine, agent: Callable[..., Any] | GatewayAgent, *, ignore_sampling: bool = False, **changes: Any
+) -> EpisodeTools:
     """Tools of a task whose agent is a function, or as the settings name it."""
-    settings = (
-        agent if isinstance(agent, GatewayAgent) else GatewayAgent(entry="tests.rollout.agent.gateway_agents.plain")
-    )
+    settings = agent if isinstance(agent, GatewayAgent) else GatewayAgent(entry=f"{gateway_agents.__name__}.plain")
     usual = {"token_mode": TokenMode.append, "train_eos": False, "max_total_tokens": 4000}
     tools = EpisodeTools(engine, engine, CODEC, task(agent=settings, **{**usual, **changes}))
     if not isinstance(agent, GatewayAgent):
-        tools.agent = Gateway(GatewayAgent(timeout_s=60.0), agent)
+        tools.agent = Gateway(GatewayAgent(timeout_s=60.0, ignore_sampling=ignore_sampling), agent)
     return tools
 
 

@@ -17,7 +17,7 @@ from openai import AsyncOpenAI, BadRequestError
 from rlsys.data.trajectory import Finish, Trajectory
 from rlsys.rollout.agent.gateway import MOST_AT_ONCE, MOST_BODY_BYTES
 from tests.rollout.agent.conversations import function
-from tests.rollout.agent.gateway_play import END, Client, Engine, play, trained
+from tests.rollout.agent.gateway_play import DRAWN, END, Client, Engine, play, trained
 
 CALLED = '<tool_call>\n{"name": "search", "arguments": {"query": "東京"}}\n</tool_call>'
 SYSTEM: list[Any] = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Who?"}]
@@ -211,6 +211,19 @@ def test_what_a_run_cannot_give_is_refused_by_name(given: dict[str, Any], param:
 
     played = by_sdk(Engine(["Paris"]), ask)
     assert (played.finish, trained(played)) == (Finish.ANSWER, f"Paris{END}")
+
+
+def test_what_requests_ask_of_sampling_is_ignored_if_the_run_says_so() -> None:
+    async def ask(client: AsyncOpenAI) -> None:
+        given: Any = {"temperature": 0.2, "top_p": 0.5, "seed": 1, "response_format": {"type": "json_object"}}
+        await client.chat.completions.create(model="gpt-5", messages=SYSTEM, **given)
+        with pytest.raises(BadRequestError, match="n=2"):
+            await client.chat.completions.create(model="gpt-5", messages=SYSTEM, n=2)
+
+    engine = Engine(["Paris"])
+    by_sdk(engine, ask, ignore_sampling=True)
+    (sampled,) = engine.sampled
+    assert (sampled.temperature, sampled.top_p) == (DRAWN.temperature, DRAWN.top_p)
 
 
 def test_key_of_another_session_and_no_key_are_refused_and_nothing_leaks() -> None:
