@@ -15,7 +15,7 @@ def requirements(name: str) -> list[str]:
 
 setup(
     install_requires=requirements("base"),
-    extras_require={name: requirements(name) for name in ("cpu", "gpu", "dev")},
+    extras_require={name: requirements(name) for name in ("cpu", "gpu", "dev", "mcp")},
     package_data={
         "rlsys": ["py.typed"],
         "rlsys.cluster.planning": ["hardware.yaml"],

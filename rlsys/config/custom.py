@@ -43,8 +43,10 @@ class Custom:
     """Names of the positional arguments with which the component is called."""
     facts: ClassVar[tuple[str, ...]] = ()
     """Needs that the component may declare (`rlsys.components.needs`)."""
+    known: ClassVar[Mapping[str, str]] = {}
+    """Short kind -> dotted name of a component of the package."""
     kind: str
-    """Dotted name of the component, on PYTHONPATH."""
+    """Dotted name of the component, on PYTHONPATH, or one of `known`."""
 
     @classmethod
     def key_of(cls, path: str) -> str:  # noqa: ARG003, a map has a key for each component
@@ -54,7 +56,7 @@ class Custom:
     @property
     def component(self) -> Callable[..., Any]:
         """The component without its settings."""
-        found: Callable[..., Any] = import_component(self.kind, self.key_of(self.kind))
+        found: Callable[..., Any] = import_component(self.known.get(self.kind, self.kind), self.key_of(self.kind))
         return found
 
     @property
@@ -87,7 +89,7 @@ def custom_variant(base: type[Custom], path: str) -> type[Custom]:
 @cache
 def _variant(base: Any, path: str) -> type[Custom]:
     key = base.key_of(path)
-    component: Any = import_component(path, key)
+    component: Any = import_component(base.known.get(path, path), key)
     check_callable(component, path, key, base.arguments, with_settings=True)
     if unknown := sorted(needs_of(component) - {*base.facts}):
         known = f"known are {', '.join(base.facts)}" if base.facts else "it can declare none"

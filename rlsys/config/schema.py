@@ -6,7 +6,7 @@ The string under a field is its row in docs/configuration.md. A test requires th
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
 from enum import StrEnum
 from functools import cache
@@ -384,6 +384,10 @@ class CustomTool(Custom):
     """A tool, named by its class."""
 
     key = "task.tools"
+    known: ClassVar[Mapping[str, str]] = {
+        "mcp": "rlsys.rollout.tools.mcp.McpTools",
+        "pages": "rlsys.rollout.tools.pages.PageTools",
+    }
 
 
 @dataclass
@@ -398,7 +402,8 @@ class TaskConfig:
     """Agent: the protocol by which the policy acts in an episode. `package.module.function` is an agent of your own."""
     tools: list[CustomTool] = field(default_factory=list)
     """Tools besides the search, each as `package.module.Class`, or as {kind: package.module.Class, ...} with the class's
-    settings; see docs/tutorials/own-tool.md."""
+    settings; see docs/tutorials/own-tool.md. {kind: mcp, ...} is tools of an MCP server, and `pages` opens pages of the
+    search server; see docs/how-to/tools.md."""
     tags: TagsConfig = field(default_factory=TagsConfig)
     max_turns: Annotated[Whole, Unit("turns")] = 4
     """Maximum number of turns that may search or call a tool. One more turn follows, in which only an answer counts; 0
@@ -449,6 +454,9 @@ class SearchConfig:
     index_kind: str | None = None
     """package.module.attribute that made `index`, if its kind is from outside of rlsys. The server imports the name that
     the folder has only if it is this name."""
+    pages: str | None = None
+    """Pages that the run's own server opens, a jsonl file of {url, contents}, for {kind: pages} in `task.tools`; null is
+    none. A server of yours has them from `rlsys search serve --pages`."""
     topk: Annotated[Count, Unit("passages")] = 3
     """Passages per search."""
     timeout_s: Seconds = 30.0

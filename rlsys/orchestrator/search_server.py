@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from rlsys.config.derived import needs_server
 from rlsys.config.schema import SearchConfig
@@ -244,7 +245,8 @@ def serving(search: SearchConfig, threads: int | None, log_dir: Path) -> Iterato
         return
     assert search.index is not None
     log = log_dir / "search.log"
-    server = SearchServer(search.index, log, topk=search.topk, threads=threads, kind=search.index_kind)
+    how: dict[str, Any] = {"topk": search.topk, "threads": threads, "kind": search.index_kind, "pages": search.pages}
+    server = SearchServer(search.index, log, **how)
     try:
         yield Serving(search, server)
     finally:

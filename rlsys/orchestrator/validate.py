@@ -50,6 +50,7 @@ from rlsys.config.schema import (
     Mode,
     OnUpdate,
     RunConfig,
+    SearchConfig,
     SearchR1Agent,
     SyncMode,
     TokenMode,
@@ -308,6 +309,22 @@ def _tools(config: RunConfig) -> Iterator[Problem]:
             f"search.cassette.path={search.cassette.path} contradicts search.enabled=false: enable search, or set "
             "search.cassette.path=null."
         )
+    if any(tool.kind == "pages" for tool in task.tools):
+        yield from _pages(search)
+    if search.pages is not None and not config.cluster.search.nodes and not Path(search.pages).is_file():
+        sentence = f"search.pages={search.pages} does not exist: give a jsonl file of {{url, contents}}, or null."
+        yield Problem("search.pages", sentence, "not_found")
+
+
+def _pages(search: SearchConfig) -> Iterator[Problem]:
+    """Yield what is missing for the tools that open pages."""
+    wrong = "search.enabled=false" if not search.enabled else f"search.cassette.path={search.cassette.path}"
+    if not search.enabled or search.cassette.path is not None:
+        sentence = f"task.tools has kind=pages, whose pages come from a search server, but {wrong}: change either."
+        yield Problem("task.tools", sentence, "conflict")
+    elif search.url is None and search.pages is None:
+        sentence = "search.pages is null, and task.tools has kind=pages: give a jsonl file of {url, contents}."
+        yield Problem("search.pages", sentence, "missing")
 
 
 def _branches(config: RunConfig) -> Iterator[Problem]:

@@ -37,6 +37,7 @@ from rlsys.observe import status
 from rlsys.observe.metrics import Metric
 from rlsys.observe.spans import QUESTIONS, Arg, Tracer
 from rlsys.orchestrator.membership import Member
+from rlsys.rollout.tools.interface import tool_variables
 from rlsys.trainer.batches import Accumulated, BatchSharder, LogProbs, MicroBatch, Plan, joined_branches
 from rlsys.trainer.offload import switch_figures
 from rlsys.weights.transport import BucketHandle, TransportSpec
@@ -103,7 +104,7 @@ async def started_groups(config: RunConfig, log_dir: Path) -> AsyncIterator[dict
                     config.cluster,
                     log_dir,
                     concurrency=concurrency,
-                    variables=_search_token(config),
+                    variables=_secrets(config),
                     stacks=stacks,
                     near=plan.slots["actor"][0].bundle if here_only else None,
                 )
@@ -114,10 +115,10 @@ async def started_groups(config: RunConfig, log_dir: Path) -> AsyncIterator[dict
                 group.seats.release_all()
 
 
-def _search_token(config: RunConfig) -> dict[str, str]:
-    """Return the environment variable with the token of the search servers: workers on other machines lack it."""
-    name = config.search.token_env
-    return {name: os.environ[name]} if name and name in os.environ else {}
+def _secrets(config: RunConfig) -> dict[str, str]:
+    """Return the environment variables of the search servers and tools: workers on other machines lack them."""
+    names = [config.search.token_env, *tool_variables(config.task.tools)]
+    return {name: os.environ[name] for name in names if name and name in os.environ}
 
 
 async def build_groups(

@@ -750,7 +750,7 @@ class RolloutWorker:
         await self._close_transport()
         if self._search:
             await self._search.close()
-        self._tools.close()
+        await asyncio.to_thread(self._tools.close)  # It waits for servers of tools.
         await self.engine.stop()
 
     async def _close_transport(self) -> None:

@@ -26,7 +26,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Awaitable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from enum import Enum
@@ -36,7 +36,7 @@ from typing import Any
 from rlsys.errors import RunError, UserError
 from rlsys.search.address import is_url
 from rlsys.search.dynamic_batching import Batcher, BatcherClosed, QueueFull
-from rlsys.search.retrieval import Failure, Passage, SearchResult, differences, listed, served
+from rlsys.search.retrieval import Failure, PageResult, SearchResult, differences, listed, served
 from rlsys.search.wire import (
     Fault,
     HttpWire,
@@ -45,6 +45,8 @@ from rlsys.search.wire import (
     Reply,
     as_sent,
     health_of,
+    page_of,
+    page_request_body,
     passages_of,
     request_body,
 )
@@ -62,7 +64,7 @@ _HEDGED_EVERY = 20  # requests per hedge, so that hedging adds at most 5 % load 
 _HEDGES_SAVED = 10
 _log = logging.getLogger(__name__)
 
-Found = list[tuple[Passage, ...]]  # passages of each query of a request
+Found = Any  # what `SearchRequest.read` returns
 
 
 class ReplicaState(Enum):
@@ -86,10 +88,12 @@ class Replica:
 
 @dataclass(slots=True)
 class SearchRequest:
-    """Searches that share a request, with the history of its tries."""
+    """Searches that share a request, or the access to a page, with the history of its tries."""
 
     body: bytes = b""
-    queries: int = 0
+    read: Callable[[Reply], Any] = lambda reply: reply
+    """Returns the result of an answer, or raises Fault."""
+    path: str = "/retrieve"
     fault: Fault | None = None  # fault of the last failed try
     pauses: int = 0
     failed: list[Replica] = field(default_factory=list)  # replicas of the failed tries, in order
@@ -287,7 +291,7 @@ class SearchClient(AbstractAsyncContextManager["SearchClient"]):
             replicas are probed before the first search; a single server is not.
         timeout_s: Timeout of one try.
         retries: Number of retries, each after a pause, once every healthy replica has failed the request.
-        max_concurrent: Maximum number of requests in flight, hedges not counted.
+        max_concurrent: Maximum number of searches in flight, and of accesses to pages, hedges not counted.
         coalesce_ms: Time that a search waits for others to share its request.
         max_coalesced: Maximum number of searches per request; with 1, each search is a request of its own.
         hedge_after_s: Time after which an unanswered request is also sent to another replica; the first response
@@ -330,6 +334,7 @@ class SearchClient(AbstractAsyncContextManager["SearchClient"]):
         self._wire = wire or HttpWire(token)
         self._prober = _Prober(self._replicas, self._wire)
         limits = {"max_running": max_concurrent, "max_pending": _MAX_PENDING}
+        self._accesses = asyncio.Semaphore(max_concurrent)
         self._batcher = Batcher(self._search_many, max_coalesced, coalesce_ms / 1000, **limits)
 
     async def search(self, query: str) -> SearchResult:
@@ -344,6 +349,17 @@ class SearchClient(AbstractAsyncContextManager["SearchClient"]):
         if result.failure is not None:
             self.counts.failures[result.failure] += 1
         return result
+
+    async def access(self, url: str) -> PageResult:
+        """Return the page of a URL. Raises UserError if the server has no pages at all."""
+        await self._prober.all_probed()
+        request = SearchRequest(page_request_body(as_sent(url)), page_of, "/access")
+        try:
+            async with self._accesses:
+                return PageResult(await self._ask(request))
+        except Fault as fault:
+            self.counts.failures[fault.failure] += 1
+            return PageResult(error=self._sentence(fault, request), failure=fault.failure)
 
     async def health(self) -> dict[str, Any]:
         """Return the health of the first healthy server.
@@ -390,19 +406,22 @@ class SearchClient(AbstractAsyncContextManager["SearchClient"]):
     async def _search_many(self, queries: list[str]) -> list[SearchResult]:
         """Return one result per query. After a divisible fault, halve the batch to isolate the faulty query."""
         await self._prober.all_probed()
-        request = SearchRequest(request_body(queries, self._topk), len(queries))
+        request = SearchRequest(
+            request_body(queries, self._topk), lambda reply: passages_of(reply, len(queries), self._topk)
+        )
         try:
             return [SearchResult(passages=found) for found in await self._ask(request)]
         except Fault as fault:
             if fault.divisible and len(queries) > 1:
                 half = len(queries) // 2
                 return [*await self._search_many(queries[:half]), *await self._search_many(queries[half:])]
-            sentence = str(fault)
-            if fault.failure is Failure.unavailable:
-                sentence = f"no answer from {', '.join(self.urls)} after {len(request.failed)} tries: {fault}"
-            elif fault.failure is not Failure.rejected:
-                sentence = f"{request.failed[-1].url}: {fault}"
-            return [SearchResult(error=sentence, failure=fault.failure)] * len(queries)
+            return [SearchResult(error=self._sentence(fault, request), failure=fault.failure)] * len(queries)
+
+    def _sentence(self, fault: Fault, request: SearchRequest) -> str:
+        """Return the error of a request that has failed."""
+        if fault.failure is Failure.unavailable:
+            return f"no answer from {', '.join(self.urls)} after {len(request.failed)} tries: {fault}"
+        return str(fault) if fault.failure is Failure.rejected else f"{request.failed[-1].url}: {fault}"
 
     async def _ask(self, request: SearchRequest) -> Found:
         """Try replicas until one answers or the retries are used up. Raises Fault."""
@@ -461,8 +480,8 @@ class SearchClient(AbstractAsyncContextManager["SearchClient"]):
         self._replicas.start(replica)
         verdict = ReplicaVerdict.abandoned
         try:
-            reply = await self._in_time(self._wire.post(f"{replica.url}/retrieve", request.body))
-            found = passages_of(reply, request.queries, self._topk)
+            reply = await self._in_time(self._wire.post(f"{replica.url}{request.path}", request.body))
+            found = request.read(reply)
             verdict = ReplicaVerdict.answered
         except Fault as fault:
             verdict = fault.verdict

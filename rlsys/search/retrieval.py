@@ -70,6 +70,8 @@ class Passage:
     contents: str
     """Title and text in corpus format, `"title"\\ntext`."""
     score: float
+    url: str = ""
+    """URL of the passage's page, by which `SearchClient.access` finds it; empty if unknown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +82,15 @@ class SearchResult:
     error: str = ""  # one sentence; empty on success
     failure: Failure | None = None
     """Kind of error. None on success, and for a replayed error without a recorded kind."""
+
+
+@dataclass(frozen=True, slots=True)
+class PageResult:
+    """A whole page, or the error."""
+
+    contents: str | None = None  # None if there is no such page
+    error: str = ""  # one sentence; empty on success
+    failure: Failure | None = None
 
 
 class SearchFailed(RunError):

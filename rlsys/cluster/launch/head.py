@@ -232,8 +232,14 @@ async def _searching(nodes: ClusterNodes, serving: Sequence[int]) -> list[str]:
         machine, port = nodes.machines[position], cluster.search.port
         nodes.notify(f"{machine.name} serves {search.index} at {machine.address}:{port}")
         limit = search.start_timeout_s
-        how = {"host": machine.address, "port": port, "device": cluster.search.device, "threads": cluster.threads}
-        arguments = (search.index, how | {"topk": search.topk, "token": token, "kind": search.index_kind}, limit)
+        how: dict[str, Any] = {
+            "host": machine.address,
+            "port": port,
+            "device": cluster.search.device,
+            "threads": cluster.threads,
+        }
+        how |= {"topk": search.topk, "token": token, "kind": search.index_kind, "pages": search.pages}
+        arguments = (search.index, how, limit)
         url: str = await nodes.call(position, "serve", *arguments, timeout_s=limit + CALL_TIMEOUT_S)
         return url
 

@@ -29,7 +29,7 @@ from rlsys.rollout.agent.recorder import EpisodeOver, Generator, Recorder, TurnS
 from rlsys.rollout.agent.search_r1 import information_observer, search_r1
 from rlsys.rollout.agent.tokens import Codec, EpisodeProgress, PartialEpisode
 from rlsys.rollout.tools.calls import SearchTool, Toolbox, within
-from rlsys.rollout.tools.interface import EpisodeFacts, OpenTool, Tool, has_state, open_tools
+from rlsys.rollout.tools.interface import EpisodeFacts, OpenTool, Shared, Tool, abandon, has_state, open_tools
 from rlsys.search.web.loop import LoopThread
 
 _log = logging.getLogger(__name__)
@@ -88,23 +88,39 @@ class EpisodeTools:
         self.codec = codec
         self.task = task
         self.agent = agent_of(task)
-        opened = open_tools(task) if custom is None else [OpenTool(tool, LoopThread(tool.name)) for tool in custom]
-        self.custom = {each.tool.name: each.tool for each in opened}
-        """Custom tools by name."""
-        self.threads = {each.tool.name: each.thread for each in opened}
-        """Tool name -> thread that runs the tool's code."""
         self.awaited: Counter[str] = Counter()
         """Tool name or `SEARCH` -> number of episodes that wait for it now."""
+        self.custom: dict[str, Tool] = {}
+        """Custom tools by name."""
+        self.threads: dict[str, LoopThread | None] = {}
+        """Tool name -> thread that runs the tool's code; None for the event loop of the episodes."""
+        try:
+            self._open([OpenTool(tool, LoopThread(tool.name)) for tool in custom] if custom is not None else None)
+        except BaseException:
+            self.close()
+            raise
         has_own = isinstance(task.agent, CustomAgent | GatewayAgent)
         self.resumes = not has_own and not any(map(has_state, self.custom.values()))
         """True if an interrupted episode can go on elsewhere. An agent or tool with a state of its own begins anew."""
         self._warned = False
-        tags = tuple(tool.tag for tool in self.custom.values())
+
+    def _open(self, given: Sequence[OpenTool] | None) -> None:
+        """Take the tools `given`, or open those of the task."""
+        room = self._observation_tokens()
+        shared = Shared(self.search, lambda text: self.codec.encode_spans(text).spans, room)
+        for each in open_tools(self.task, shared) if given is None else given:
+            self.custom[each.tool.name], self.threads[each.tool.name] = each
+        if isinstance(self.task.agent, ReActAgent):
+            ChatFormat(self.codec, self.custom, searches=self.search is not None)
+
+    def _observation_tokens(self) -> int:
+        """Return the tokens of an observation without its tags. Raises UserError if the tags alone are too long."""
+        task, agent = self.task, self.task.agent
         shortest = 0
-        if isinstance(task.agent, SearchR1Agent):
-            shortest = information_observer(task.tags, codec, tags).wrapper_tokens
-        elif isinstance(task.agent, ReActAgent):
-            shortest = ChatFormat(codec, self.custom, searches=search is not None).tokens(1)
+        if isinstance(agent, SearchR1Agent):
+            shortest = information_observer(task.tags, self.codec).wrapper_tokens
+        elif isinstance(agent, ReActAgent):
+            shortest = ChatFormat(self.codec, {}, searches=self.search is not None).tokens(1)
         if task.max_observation_tokens < shortest:
             raise UserError(
                 f"task.max_observation_tokens={task.max_observation_tokens} is below the {shortest} tokens of the tags "
@@ -112,6 +128,7 @@ class EpisodeTools:
                 code="out_of_range",
                 key="task.max_observation_tokens",
             )
+        return task.max_observation_tokens - shortest
 
     def slots(self, most: int) -> asyncio.Semaphore:
         """Return the slots of at most `most` episodes that run at the same time; an agent may allow fewer."""
@@ -131,11 +148,14 @@ class EpisodeTools:
             _log.warning(sentence, self.task.agent.kind)
 
     def close(self) -> None:
-        """Stop the gateway and the threads of the tools without waiting for code that still runs; idempotent."""
+        """Stop the gateway and the threads of the tools without waiting for code that still runs; idempotent.
+
+        The server of a tool is ended, which takes seconds if it does not end by itself.
+        """
         if isinstance(self.agent, Gateway):
             self.agent.close()
-        while self.threads:
-            self.threads.popitem()[1].abandon()
+        threads, self.threads = self.threads, {}
+        abandon(threads.values())
 
 
 async def run_episode(

@@ -23,7 +23,7 @@ from rlsys.rollout.agent.observation import Observer
 from rlsys.rollout.agent.recorder import FurtherCall, Generation, Parsed, Recorder
 from rlsys.rollout.agent.tokens import Codec
 from rlsys.rollout.tools.calls import SEARCH, Toolbox, ToolResult, render_result
-from rlsys.rollout.tools.interface import Tool
+from rlsys.rollout.tools.interface import Tool, parameters_of, shape_of
 
 _RESULT = "rlsys_result_{}_"
 """Text in place of a result, to find what the template writes around it."""
@@ -89,10 +89,13 @@ class ChatFormat:
     def __init__(self, codec: Codec, tools: Mapping[str, Tool], *, searches: bool) -> None:
         """`tools` are by name."""
         self._codec = codec
-        self._functions = {name: (name, "text", tool.description) for name, tool in tools.items()}
-        """Name of the function -> name of the tool, empty for the search; name of its argument; description."""
+        self._functions = {
+            name: _Function(name, tool.description, "" if (schema := parameters_of(tool)) else "text", schema or {})
+            for name, tool in tools.items()
+        }
         if searches:
-            self._functions = {SEARCH: ("", "query", "search for passages about a query"), **self._functions}
+            search = _Function("", "search for passages about a query", "query", {})
+            self._functions = {SEARCH: search, **self._functions}
         self._results = Observer(codec, ("tool_call", "tool_response"))
         described = self.prompt("", "")
         if not all(name in described for name in self._functions):
@@ -101,7 +104,7 @@ class ChatFormat:
     def prompt(self, system: str, question: str) -> str:
         """Return the prompt, which describes the tools."""
         messages = [{"role": "system", "content": system}, {"role": "user", "content": question}]
-        functions = [_schema(name, *each[1:]) for name, each in self._functions.items()]
+        functions = [each.schema(name) for name, each in self._functions.items()]
         return self._written(lambda: self._codec.chat(messages, functions))
 
     def calls(self, message: str) -> list[Call]:
@@ -136,13 +139,12 @@ class ChatFormat:
         if not isinstance(name, str) or name not in self._functions:
             known = ", ".join(self._functions)
             return Call(error=f"There is no tool {json.dumps(name, ensure_ascii=False):.80}: call one of {known}.")
-        tool, argument, _ = self._functions[name]
-        given = call.get("arguments")
-        text = given[argument] if isinstance(given, dict) and list(given) == [argument] else ""
-        if not isinstance(text, str) or not text.strip():
-            return Call(error=f'The arguments of {name} must be {{"{argument}": "..."}}.')
+        function, given = self._functions[name], call.get("arguments")
+        text = function.content(given) if isinstance(given, dict) else ""
+        if not text:
+            return Call(error=f"The arguments of {name} must be {function.shape()}.")
         # An escape in JSON can spell half of a character.
-        return Call(tool, text.encode("utf-8", "replace").decode("utf-8").strip())
+        return Call(function.tool, text.encode("utf-8", "replace").decode("utf-8"))
 
     def _around(self, results: int) -> list[str]:
         """Return what the template writes between a message and the next one, split where the `results` stand."""
@@ -161,9 +163,36 @@ class ChatFormat:
             raise _no_template(one_line(error)) from error
 
 
-def _schema(name: str, argument: str, description: str) -> Mapping[str, Any]:
-    parameters = {"type": "object", "properties": {argument: {"type": "string"}}, "required": [argument]}
-    return {"type": "function", "function": {"name": name, "description": description, "parameters": parameters}}
+class _Function(NamedTuple):
+    """A tool as the template describes it."""
+
+    tool: str
+    """Name of the tool; empty for the search."""
+    description: str
+    argument: str
+    """Name of the only argument, a text; empty for a tool with `parameters`."""
+    parameters: Mapping[str, Any]
+    """JSON schema of the arguments of other tools."""
+
+    def schema(self, name: str) -> Mapping[str, Any]:
+        """Return the function for the chat template."""
+        text = {"type": "object", "properties": {self.argument: {"type": "string"}}, "required": [self.argument]}
+        parameters = text if self.argument else self.parameters
+        function = {"name": name, "description": self.description, "parameters": parameters}
+        return {"type": "function", "function": function}
+
+    def content(self, given: Mapping[str, Any]) -> str:
+        """Return what the tool gets: its text, or the JSON text of its arguments; empty for arguments that do not fit."""
+        if self.argument:
+            text = given[self.argument] if list(given) == [self.argument] else ""
+            return text.strip() if isinstance(text, str) else ""
+        known, needed = self.parameters.get("properties") or {}, self.parameters.get("required") or ()
+        fits = given.keys() >= {*needed} and (not known or given.keys() <= known.keys())
+        return json.dumps(given, ensure_ascii=False) if fits else ""
+
+    def shape(self) -> str:
+        """Return the form of the arguments in words."""
+        return f'{{"{self.argument}": "..."}}' if self.argument else shape_of(self.parameters)
 
 
 def _no_template(reason: str) -> UserError:

@@ -2,8 +2,9 @@
 
 Invariants:
 - A failed call is returned, not raised: also of a tool that raises, hangs, or returns another type. Only a search that
-  no server answers may raise `SearchFailed`, which ends the episode.
-- A tool's code runs on an event loop of its own, so code that blocks delays no episode and no other tool.
+  no server answers may raise `SearchFailed`, which ends the episode. So may a tool that reads pages of the search server.
+- A tool's code runs on an event loop of its own, so code that blocks delays no episode and no other tool. Only tools of
+  rlsys that never block may run on the loop of the episodes.
 - A call lasts at most its time limit and `CANCEL_GRACE_S`, and `BLOCKED_S` more if the tool blocks its event loop. The
   first call of a tool with state also includes its opening.
 - The state of a tool belongs to one episode. What `open` has returned is closed exactly once, also if the episode was
@@ -19,11 +20,12 @@ import logging
 from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Generator, Iterable, Mapping
 from contextlib import contextmanager
+from operator import attrgetter
 from time import perf_counter
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 from rlsys.rollout.tools.interface import EpisodeFacts, Tool, ToolError, has_state
-from rlsys.search.retrieval import SearchFailed, SearchResult
+from rlsys.search.retrieval import Passage, SearchFailed, SearchResult
 from rlsys.search.web.loop import LoopThread
 
 T = TypeVar("T")
@@ -72,13 +74,13 @@ class Toolbox:
     def __init__(
         self,
         tools: Mapping[str, Tool],
-        threads: Mapping[str, LoopThread],
+        threads: Mapping[str, LoopThread | None],
         search: SearchTool | None,
         episode: EpisodeFacts,
         awaited: Counter[str],
     ) -> None:
-        """`tools` and the `threads` that run them are by name. Without `search` the policy cannot search. `awaited` counts
-        the calls in flight, by tool name or `SEARCH`."""
+        """`tools` and the `threads` that run them are by name; None is the current event loop. Without `search` the policy
+        cannot search. `awaited` counts the calls in flight, by tool name or `SEARCH`."""
         self.by_name = tools
         self.searches = search is not None
         """True if the policy can search."""
@@ -118,17 +120,33 @@ class Toolbox:
             await asyncio.wait(closing, timeout=CANCEL_GRACE_S)
 
     async def _call(self, name: str, text: str) -> ToolResult:
-        if not name:
-            assert self._search is not None, "an agent calls no search where there is none"
-            try:
-                found = await self._search.search(text)
-            except SearchFailed as failure:
-                self.failed_search = self.failed_search or failure
-                raise
-            return ToolResult(render_search(passage.contents for passage in found.passages), found.error)
-        if name not in self._calls:
-            self._calls[name] = _Calls(self.by_name[name], self._threads[name], self._episode)
-        return await self._calls[name].call(text)
+        if name and (thread := self._threads[name]) is not None:
+            if name not in self._calls:
+                self._calls[name] = _Calls(self.by_name[name], thread, self._episode)
+            return await self._calls[name].call(text)
+        try:
+            return await (self._of_pages(name, text) if name else self._found(text))
+        except SearchFailed as failure:
+            self.failed_search = self.failed_search or failure
+            raise
+
+    async def _found(self, query: str) -> ToolResult:
+        assert self._search is not None, "an agent calls no search where there is none"
+        found = await self._search.search(query)
+        named = _with_url if None in self._threads.values() else attrgetter("contents")
+        return ToolResult(render_search(map(named, found.passages)), found.error)
+
+    async def _of_pages(self, name: str, text: str) -> ToolResult:
+        try:
+            return ToolResult(_encodable(await self.by_name[name].call(text)))
+        except ToolError as error:
+            return ToolResult("", _reason(error))
+
+
+def _with_url(passage: Passage) -> str:
+    """Return the contents of a passage with its URL in the title, by which its page can be opened."""
+    title, newline, text = passage.contents.partition("\n")
+    return f"{title}, URL: {passage.url}{newline}{text}" if passage.url else passage.contents
 
 
 class _Calls:

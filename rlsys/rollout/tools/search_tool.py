@@ -15,7 +15,7 @@ from rlsys.config.schema import SearchConfig
 from rlsys.errors import UserError
 from rlsys.search.cassette import CassetteTool
 from rlsys.search.client import SearchClient
-from rlsys.search.retrieval import Failure, SearchFailed, SearchResult
+from rlsys.search.retrieval import Failure, PageResult, SearchFailed, SearchResult
 
 _OUTAGE = (Failure.unavailable, Failure.denied)
 """Failures for which no query is to blame."""
@@ -30,6 +30,14 @@ class RequiredSearch:
     async def search(self, query: str) -> SearchResult:
         """Search; failures for which the query is to blame are returned."""
         result = await self._tool.search(query)
+        if result.failure in _OUTAGE:
+            raise SearchFailed(result.error)
+        return result
+
+    async def access(self, url: str) -> PageResult:
+        """Return a page; failures for which the URL is to blame are returned. A cassette has no pages."""
+        assert isinstance(self._tool, SearchClient)
+        result = await self._tool.access(url)
         if result.failure in _OUTAGE:
             raise SearchFailed(result.error)
         return result

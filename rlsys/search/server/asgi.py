@@ -1,6 +1,7 @@
 """Implements the search server as an ASGI application: Search-R1's contract (see `contract`) over any retriever.
 
     POST /retrieve, /rerank, /access      GET /health, /metrics (Prometheus), /openapi.json, /docs
+    POST /mcp, if asked for: the same as MCP tools (`mcp`)
 
 Errors: 4xx for an invalid request, 429 for a full queue, 503 for a temporary fault, each with one sentence,
 `{"detail": ...}`; 429 and 503 have Retry-After. If the client disconnects, its search is cancelled.
@@ -16,7 +17,7 @@ import asyncio
 import json
 import logging
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from hmac import compare_digest
@@ -31,10 +32,12 @@ from fastapi.telemetry import TelemetryConfig
 from prometheus_client import CONTENT_TYPE_LATEST
 from pydantic import BaseModel
 from starlette.requests import ClientDisconnect
+from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from rlsys.search.address import DEFAULT_TOPK, is_foreign
 from rlsys.search.retrieval import PageSource, Retriever
+from rlsys.search.server import mcp
 from rlsys.search.server.contract import (
     SMALL_BODY_BYTES,
     AccessAnswer,
@@ -51,9 +54,11 @@ from rlsys.search.server.contract import (
 from rlsys.search.server.service import NO_PAGES, NO_RERANKER, Metrics, SearchService
 
 if TYPE_CHECKING:
+    from mcp.server.mcpserver import MCPServer
+
     from rlsys.search.encoders.encoder import Reranker
 
-PATHS = frozenset({"/retrieve", "/rerank", "/access", "/health", "/metrics"})
+PATHS = frozenset({"/retrieve", "/rerank", "/access", "/health", "/metrics", mcp.PATH})
 """Paths counted by name in metrics; others are counted as "other", which bounds the number of labels."""
 OPEN = frozenset({"/health", "/openapi.json", "/docs"})  # paths that require no token
 RETRY_AFTER_S = 1
@@ -87,10 +92,12 @@ def create_app(
     pages: PageSource | None = None,
     token: str | None = None,
     trusts: Callable[[str], bool] | None = None,
+    with_mcp: bool = False,
 ) -> FastAPI:
     """Create the application. The caller owns and closes the retriever, reranker and pages.
 
-    Without a `token`, requests are rejected unless `trusts` returns True for their Host header.
+    Without a `token`, requests are rejected unless `trusts` returns True for their Host header. `with_mcp` adds the MCP
+    tools.
     """
     limits = limits or ServerLimits()
     metrics = Metrics()
@@ -100,7 +107,10 @@ def create_app(
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         nonlocal service
         service = SearchService(retriever, topk, limits, metrics, reranker=reranker, pages=pages)
-        yield
+        async with AsyncExitStack() as stack:
+            if tools is not None:
+                await stack.enter_async_context(tools.session_manager.run())
+            yield
         await service.close()
 
     async def health(request: Request) -> Response:
@@ -109,6 +119,7 @@ def create_app(
     async def show_metrics(_: Request) -> Response:
         return Response(metrics.text(), media_type=CONTENT_TYPE_LATEST)
 
+    tools = mcp.mcp_server(lambda: service, limits, pages=pages is not None) if with_mcp else None
     app = FastAPI(title="rlsys search server", version="1", redoc_url=None, lifespan=lifespan, telemetry=_NO_TELEMETRY)
     app.add_middleware(RequestGate, metrics=metrics, max_requests=limits.max_requests, token=token, trusts=trusts)
     routes = _Routes(app, limits, secured=token is not None)
@@ -118,6 +129,8 @@ def create_app(
     routes.post("/access", AccessRequest, AccessAnswer, lambda asked: service.access(asked), no_pages)
     routes.add("GET", "/health", health, {200: {"model": Health}}, secured=False)
     routes.add("GET", "/metrics", show_metrics, {200: {"content": {"text/plain": {"schema": {"type": "string"}}}}})
+    if tools is not None:
+        routes.add_mcp(tools)
     return app
 
 
@@ -207,6 +220,16 @@ class _DocumentedRoute(APIRoute):
         return self.endpoint
 
 
+class _Application:
+    """Keeps Starlette from taking an ASGI application for a function of a request."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self._app(scope, receive, send)
+
+
 class _Routes:
     """Adds routes with their OpenAPI description to an application."""
 
@@ -248,6 +271,36 @@ class _Routes:
         content = {"application/json": {"schema": self._contract.schema(asks)}}
         extra = {"requestBody": {"required": True, "content": content}}
         self.add("POST", path, endpoint, responses, openapi_extra=extra)
+
+    def add_mcp(self, tools: MCPServer[Any]) -> None:
+        """Add the MCP tools, without sessions. `RequestGate` checks Host, Origin and token."""
+        from mcp.server.transport_security import TransportSecuritySettings
+
+        unchecked = TransportSecuritySettings(enable_dns_rebinding_protection=False)
+        most = self._limits.max_body_bytes
+        inner = tools.streamable_http_app(
+            stateless_http=True, json_response=True, transport_security=unchecked, max_request_body_size=most
+        )
+
+        async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+            held = _HeldBytes(self)
+            try:
+                body: bytes | None = bytes(await _read_body(Request(scope, receive), self._limits, held))
+
+                async def again() -> Message:
+                    nonlocal body
+                    if body is None:
+                        return await receive()
+                    message, body = {"type": "http.request", "body": body, "more_body": False}, None
+                    return message
+
+                await inner(scope, again, send)
+            except RequestRefused as error:
+                await failure(error.status, str(error), {"Connection": "close"})(scope, receive, send)
+            finally:
+                held.hold(0)
+
+        self._app.router.routes.append(Route(mcp.PATH, _Application(answer), methods=["POST"]))
 
     def add(
         self, method: str, path: str, endpoint: Endpoint, responses: Responses, *, secured: bool = True, **more: Any

@@ -10,6 +10,7 @@ Raises UserError for mistakes of the user, and RunError if another server does n
 from __future__ import annotations
 
 import argparse
+import asyncio
 import ipaddress
 import logging
 import os
@@ -43,6 +44,7 @@ from rlsys.search.index.backend import BackendRetriever, check_kind, is_backend
 from rlsys.search.index.dense import DEPTH, SearchOptions, VectorRetriever, open_prebuilt
 from rlsys.search.index.folder import BM25, DENSE, HYBRID, REMOTE, read_manifest
 from rlsys.search.retrieval import PageSource, Retriever
+from rlsys.search.server import mcp
 from rlsys.search.server.asgi import create_app
 from rlsys.search.server.contract import ServerLimits
 
@@ -123,6 +125,8 @@ def _run(
     add("--token-file", type=Path, help=f"file with the bearer token; default: the variable {TOKEN_VARIABLE}")
     allowed = "further host name that clients use for this machine, for servers without a token; repeatable"
     add("--allowed-host", action="append", default=[], metavar="NAME", help=allowed)
+    add("--mcp", action="store_true", help=f"also offer MCP tools over streamable HTTP, at {mcp.PATH}")
+    add("--mcp-stdio", action="store_true", help="offer MCP tools on stdin and stdout, without HTTP")
     add("--threads", type=int, help="threads of the models and the index")
     add("--listener-fd", type=int, help=argparse.SUPPRESS)
     add("--parent-pid", type=int, help=argparse.SUPPRESS)
@@ -142,11 +146,18 @@ def _run(
         return Parts(retriever, reranker, pages)
 
     _check_threads(given.threads)
+    bounds = ServerLimits(**{field.name: getattr(given, field.name) for field in fields(ServerLimits)})
+    if given.mcp or given.mcp_stdio:
+        mcp.require_mcp()
+    if given.mcp_stdio:
+        _serve_stdio(parts, given.topk, bounds)
+        return 0
     serve_parts(
         parts,
         name=str(getattr(given, subject)),
         **{key: getattr(given, key) for key in ("host", "port", "topk")},
-        limits=ServerLimits(**{field.name: getattr(given, field.name) for field in fields(ServerLimits)}),
+        limits=bounds,
+        with_mcp=given.mcp,
         token=read_token(given.token_file),
         allowed_hosts=given.allowed_host,
         listener=None if given.listener_fd is None else socket.socket(fileno=given.listener_fd),
@@ -231,6 +242,7 @@ def serve_parts(
     token: str | None = None,
     allowed_hosts: Sequence[str] = (),
     listener: socket.socket | None = None,
+    with_mcp: bool = False,
 ) -> None:
     """Bind the port, call `load`, and serve until SIGINT or SIGTERM.
 
@@ -238,12 +250,12 @@ def serve_parts(
         name: Name of the index or provider in the log.
         allowed_hosts: Further host names that clients use for this machine.
         listener: Bound socket to use instead of `host` and `port`.
+        with_mcp: Also offer MCP tools.
 
     Raises UserError for a taken port or a `topk` beyond the limits.
     """
     limits = limits or ServerLimits()
-    if not 1 <= topk <= limits.max_topk:
-        raise UserError(f"topk {topk} is out of range: give 1 to {limits.max_topk}.", code="out_of_range", key="topk")
+    _check_topk(topk, limits)
     if threading.current_thread() is threading.main_thread():
         # After its shutdown uvicorn re-raises the signal; SIGTERM must not kill the process before `close`.
         signal.signal(signal.SIGTERM, signal.default_int_handler)
@@ -257,7 +269,7 @@ def serve_parts(
             # Other machines may use names of the local network; public DNS cannot point such a name to this machine.
             return is_trusted(header, names) or (not local and is_inner(header))
 
-        loaded: dict[str, Any] = {"reranker": parts.reranker, "pages": parts.pages}
+        loaded: dict[str, Any] = {"reranker": parts.reranker, "pages": parts.pages, "with_mcp": with_mcp}
         app = create_app(parts.retriever, topk, limits, token=token, trusts=trusts, **loaded)
         # Twice the requests, because rejected requests and idle clients hold connections too.
         config = LimitedConfig(app, 2 * limits.max_requests, access_log=False, timeout_graceful_shutdown=_SHUTDOWN_S)
@@ -276,6 +288,21 @@ def serve_parts(
         finally:
             parts.close()
             server.clock.cancel()
+
+
+def _check_topk(topk: int, limits: ServerLimits) -> None:
+    if not 1 <= topk <= limits.max_topk:
+        raise UserError(f"topk {topk} is out of range: give 1 to {limits.max_topk}.", code="out_of_range", key="topk")
+
+
+def _serve_stdio(load: Callable[[], Parts], topk: int, limits: ServerLimits) -> None:
+    """Serve MCP tools on stdin and stdout until stdin ends."""
+    _check_topk(topk, limits)
+    parts = load()
+    try:
+        asyncio.run(mcp.serve_stdio(parts, topk, limits))
+    finally:
+        parts.close()
 
 
 class _Server(LimitedServer):

@@ -1,0 +1,373 @@
+"""Tests of an MCP server's tools, against a server of the official SDK over stdio and streamable HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rlsys.config.compose import typed
+from rlsys.config.schema import CustomTool, ReActAgent, TaskConfig, TokenMode
+from rlsys.data.trajectory import Finish, Trajectory
+from rlsys.errors import Code
+from rlsys.rollout.agent.episode import Episode, EpisodeTools, run_episode
+from rlsys.rollout.tools import mcp_connection
+from rlsys.rollout.tools.calls import Toolbox, ToolResult
+from rlsys.rollout.tools.interface import (
+    EpisodeFacts,
+    ToolError,
+    arguments_of,
+    check_tools,
+    described,
+    open_tools,
+    tool_tags,
+    tool_variables,
+)
+from tests.rollout.agent.scripted import DRAWN, QUESTION, Script
+from tests.rollout.agent.test_react import ASKED, CODEC, called, script_of
+from tests.support.composed import composed
+from tests.support.refusals import refused
+
+HERE = Path(__file__).parent
+SERVER = [sys.executable, str(HERE / "mcp_server.py")]
+NAMES = ["add", "shout.it", "count", "refuse", "picture", "long", "wait", "leave", "tally", "pid", "variable"]
+MOST = 20_000
+
+
+def task(*tools: dict[str, Any] | str, **changes: Any) -> TaskConfig:
+    config = TaskConfig(train_path="", eval_path="", tools=typed(list(tools), list[CustomTool], "task.tools"))
+    config.max_turns, config.max_total_tokens, config.token_mode = 8, 12_000, TokenMode.append
+    config.max_prompt_tokens, config.max_observation_tokens = 6000, 200
+    for name, value in changes.items():
+        setattr(config, name, value)
+    return config
+
+
+def served(transport: str, url: str = "", **more: Any) -> dict[str, Any]:
+    place = {"command": [*SERVER, "stdio"]} if transport == "stdio" else {"url": url}
+    return {"kind": "mcp", "names": NAMES, "timeout_s": 60, "max_answer_bytes": MOST, **place, **more}
+
+
+@contextmanager
+def http_server(sock: socket.socket) -> Iterator[str]:
+    """A server on a listening socket, which outlives it."""
+    command = [*SERVER, "http", str(sock.fileno())]
+    with subprocess.Popen(command, pass_fds=[sock.fileno()], stderr=subprocess.DEVNULL) as process:
+        try:
+            yield f"http://127.0.0.1:{sock.getsockname()[1]}/mcp"
+        finally:
+            process.kill()
+
+
+def listening() -> socket.socket:
+    sock = socket.create_server(("127.0.0.1", 0))
+    sock.set_inheritable(True)
+    return sock
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    with listening() as sock, http_server(sock) as address:
+        yield address
+
+
+@pytest.fixture(scope="module", params=["stdio", "http"])
+def transport(request: pytest.FixtureRequest) -> str:
+    chosen: str = request.param
+    return chosen
+
+
+@pytest.fixture(scope="module")
+def tools(transport: str, url: str) -> Iterator[EpisodeTools]:
+    script = Script([])
+    with closing(EpisodeTools(script, script, CODEC, task(served(transport, url)))) as opened:
+        yield opened
+
+
+def call(tools: EpisodeTools, name: str, text: str) -> ToolResult:
+    box = Toolbox(tools.custom, tools.threads, None, EpisodeFacts(QUESTION, 0), Counter())
+    return asyncio.run(box.call(name, text))
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "answer"),
+    [
+        ("add", '{"a": 20, "b": 22}', "42"),
+        ("add", '{"a": 20}', "21"),
+        ("shout_it", "tokyo 東京", "TOKYO 東京"),
+        ("shout_it", '{"text": "{}"}', "{}"),
+        ("shout_it", '{"a": 1}', '{"A": 1}'),
+        ("picture", '{"caption": "a map"}', "a map\n[image (image/png) left out]"),
+        ("long", '{"characters": 5000}', "x" * 5000),
+    ],
+)
+def test_call_returns_the_text_of_the_answer(tools: EpisodeTools, name: str, text: str, answer: str) -> None:
+    found = call(tools, name, text)
+    assert (found.text, found.error) == (answer, "")
+
+
+def test_structured_answer_is_json(tools: EpisodeTools) -> None:
+    assert json.loads(call(tools, "count", '{"words": ["a", "b", "a"]}').text) == {"a": 2, "b": 1}
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "why"),
+    [
+        ("refuse", "bad\nluck", "bad luck"),
+        ("add", '{"a": "x"}', "integer"),
+        ("add", "5 and 6", '{"a": ...}'),
+        ("add", '{"a": 1, "c": 2}', '"b"'),
+        ("picture", "{}", "image/png"),
+        ("long", '{"characters": 50000}', f"max_answer_bytes={MOST}"),
+        ("pid", "[" * 100_000, "JSON object"),
+        ("add", '{"a": NaN}', "JSON object"),
+    ],
+)
+def test_failed_call_is_an_error_and_the_server_goes_on(tools: EpisodeTools, name: str, text: str, why: str) -> None:
+    before = call(tools, "pid", "{}").text
+    found = call(tools, name, text)
+    assert why in found.error
+    assert found.text == ""
+    assert call(tools, "pid", "{}").text == before
+
+
+def test_call_that_is_never_answered_ends_at_its_limit(tools: EpisodeTools, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tools.custom["wait"], "timeout_s", 0.2)
+    assert call(tools, "wait", "{}").error == "no answer within 0.2 s"
+    assert call(tools, "add", '{"a": 1}').text == "2"
+
+
+def test_agents_play_with_the_tools_and_all_episodes_share_one_server(url: str) -> None:
+    react = [called("add", {"a": 1, "b": 2}), called("shout_it", {"text": "é"}), called("add", {"x": 1}), "42"]
+    tagged = ['<add>{"a": 1, "b": 2}</add>', "<shout_it> é </shout_it>", "<add>one</add>", "<answer>42</answer>"]
+    heard = ["3", "É", "", ""]
+    for agent, script in ((ReActAgent(), script_of(*react)), (None, Script(tagged, codec=CODEC))):
+        config = task(served("http", url), **({"agent": agent} if agent else {}))
+        with closing(EpisodeTools(script, script, CODEC, config)) as opened:
+            assert opened.resumes
+
+            async def every(opened: EpisodeTools = opened) -> list[Trajectory]:
+                return await asyncio.gather(*(run_episode(ASKED, sample, opened, DRAWN) for sample in range(3)))
+
+            for played in asyncio.run(every()):
+                assert (played.finish, played.answer, played.tool_calls) == (Finish.ANSWER, "42", 2 if agent else 3)
+                for turn, text in zip(played.turns, heard, strict=True):
+                    assert text in turn.observation
+                assert '{"a": ...}' in played.turns[2].observation
+        if agent:
+            prompt = CODEC.decode(script.calls[0][1])
+            assert all(text in prompt for text in ("Add two integers.", '"integer"', "shout_it"))
+        else:
+            assert set(script.stops) == {(*DRAWN.stop, *(f"</{name.replace('.', '_')}>" for name in NAMES))}
+
+
+def test_resumed_episode_repeats_no_call_that_was_answered(tools: EpisodeTools) -> None:
+    said = ["<tally>{}</tally>", "<tally>{}</tally>", "<answer>x</answer>"]
+    before = int(call(tools, "tally", "{}").text)
+
+    async def interrupted() -> Trajectory:
+        halting = Script(said, codec=CODEC, halt=(1, "say"))
+        tools.generator = halting
+        first = Episode(QUESTION, 0, tools, DRAWN)
+        running = asyncio.ensure_future(first.run())
+        await asyncio.wait_for(halting.halted.wait(), 60)
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+        tools.generator = Script(said, codec=CODEC)
+        second = Episode(QUESTION, 0, tools, DRAWN, first.progress())
+        return second.trajectory(await second.run() or Finish.ABORTED)
+
+    played = asyncio.run(interrupted())
+    observed = [turn.observation.strip() for turn in played.turns]
+    assert observed == [f"<information>{before + 1}</information>", f"<information>{before + 2}</information>", ""]
+
+
+def test_program_that_ends_is_named_and_started_again_with_the_variables_that_are_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(mcp_connection, "FIRST_PAUSE_S", 0.01)
+    monkeypatch.setenv("A_KEY", "secret")
+    monkeypatch.setenv("ANOTHER", "hidden")
+    config, script = task(served("stdio", env=["A_KEY"])), Script([])
+    assert tool_variables(config.tools) == ["A_KEY"]
+    with closing(EpisodeTools(script, script, CODEC, config)) as tools:
+        pids = []
+        for _ in range(2):
+            assert [call(tools, "variable", name).text for name in ("A_KEY", "ANOTHER")] == ["secret", "unset"]
+            pids.append(int(call(tools, "pid", "{}").text))
+            assert call(tools, "leave", '{"status": 3}').error == "its server has ended: status 3: a last word"
+    assert pids[0] != pids[1]
+    assert not any(map(alive, pids))
+    monkeypatch.delenv("A_KEY")
+    assert [problem.code for problem in check_tools(config)] == ["missing"]
+
+
+def test_http_server_is_found_again_after_its_restart(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mcp_connection, "FIRST_PAUSE_S", 0.01)
+    script = Script([])
+    with listening() as sock:
+        with http_server(sock) as address:
+            tools = EpisodeTools(script, script, CODEC, task(served("http", address)))
+            first = call(tools, "pid", "{}").text
+        # The socket still listens, so a call waits for an answer.
+        monkeypatch.setattr(tools.custom["pid"], "timeout_s", 0.2)
+        assert call(tools, "pid", "{}").error
+        monkeypatch.setattr(tools.custom["pid"], "timeout_s", 60)
+        with closing(tools), http_server(sock):
+            assert call(tools, "pid", "{}").text not in (first, "")
+
+
+def test_prompt_describes_the_tools_by_what_the_server_says(url: str) -> None:
+    config = task(served("http", url, names=["add", "shout.it"], prefix="my_"))
+    assert tool_tags(config.tools) == {"my_add": "my_add", "my_shout_it": "my_shout_it"}
+    said = described(config.tools)
+    assert "Add two integers by <my_add>" in said
+    assert '{"a": ...}' in said
+    assert '"b"' in said
+    assert "<my_shout_it>" in said
+
+
+@pytest.mark.parametrize(
+    ("settings", "code"),
+    [
+        ({"names": ["a"]}, "conflict"),
+        ({"names": ["a"], "command": ["x"], "url": "http://h/mcp"}, "conflict"),
+        ({"names": ["a"], "command": ["x"], "token_env": "T"}, "conflict"),
+        ({"names": ["a"], "url": "http://h/mcp", "env": ["T"]}, "conflict"),
+        ({"names": ["a"], "url": "h"}, "malformed"),
+        ({"names": [], "command": ["x"]}, "missing"),
+        ({"names": ["7up"], "command": ["x"]}, "malformed"),
+        ({"names": ["a", "a"], "command": ["x"]}, "conflict"),
+        ({"names": ["calculator"], "command": ["x"]}, "conflict"),
+        ({"names": ["Answer"], "command": ["x"]}, "conflict"),
+        ({"names": ["a"], "url": "http://h/mcp", "token_env": "RLSYS_TEST_UNSET"}, "missing"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused_before_anything_starts(settings: dict[str, Any], code: Code) -> None:
+    config = task("rlsys.rollout.tools.calculator.Calculator", {"kind": "mcp", **settings})
+    assert code in {problem.code for problem in check_tools(config)}
+
+
+@pytest.mark.parametrize("setting", ["timeout_s=0", "max_answer_bytes=1", "colour=red"])
+def test_settings_have_types_and_bounds(setting: str) -> None:
+    name, _, value = setting.partition("=")
+    with refused("unknown" if name == "colour" else "out_of_range", f"task.tools[0].{name}"):
+        composed(f"task.tools=[{{kind: mcp, names: [a], command: [x], {name}: {value}}}]")
+
+
+@pytest.mark.parametrize(
+    ("command", "code", "why"),
+    [
+        ([*SERVER[:1], str(HERE / "hostile_mcp_server.py"), "ok"], "unknown", "act, other"),
+        ([*SERVER[:1], str(HERE / "hostile_mcp_server.py"), "exit"], "unreachable", "status 1: found"),
+        ([*SERVER[:1], str(HERE / "hostile_mcp_server.py"), "silent"], "unreachable", "start_timeout_s=1"),
+        ([*SERVER[:1], str(HERE / "hostile_mcp_server.py"), "endless list"], "unreachable", "pages"),
+        (["/no/such/program"], "not_found", "/no/such/program"),
+        ([str(HERE)], "not_found", str(HERE)),
+    ],
+)
+def test_server_that_does_not_start_is_refused_and_leaves_no_process(command: list[str], code: Code, why: str) -> None:
+    started_s = 1 if "silent" in command else 60
+    config = task({"kind": "mcp", "names": ["gone"], "command": command, "start_timeout_s": started_s})
+    with refused(code, "task.tools") as caught:
+        open_tools(config)
+    assert why in str(caught.value)
+    assert not children_with(command)
+
+
+def children_with(command: list[str]) -> list[psutil.Process]:
+    every = psutil.Process().children(recursive=True)
+    return [each for each in every if command == each.cmdline()[-len(command) :]]
+
+
+@pytest.mark.parametrize(
+    ("how", "text", "why"),
+    [
+        ("garbage", "done", ""),
+        ("other id", "done", ""),
+        ("malformed", "", "ValidationError"),
+        ("huge", "", f"max_answer_bytes={MOST}"),
+    ],
+)
+def test_strange_output_costs_no_more_than_its_call(how: str, text: str, why: str) -> None:
+    script = Script([])
+    with closing(EpisodeTools(script, script, CODEC, task(hostile(how)))) as tools:
+        before = psutil.Process().memory_info().rss
+        for _ in range(2):
+            found = call(tools, "act", "{}")
+            assert found.text == text
+            assert why in found.error
+        assert psutil.Process().memory_info().rss - before < 48 << 20, "the answer has 64 MiB"
+
+
+def hostile(how: str) -> dict[str, Any]:
+    command = [sys.executable, str(HERE / "hostile_mcp_server.py"), how]
+    return {"kind": "mcp", "names": ["act"], "command": command, "max_answer_bytes": MOST}
+
+
+def test_stubborn_program_and_its_child_are_ended() -> None:
+    script = Script([])
+    with closing(EpisodeTools(script, script, CODEC, task(hostile("stubborn")))) as tools:
+        pids = list(map(int, tools.custom["act"].description.split()))
+        assert all(map(psutil.pid_exists, pids))
+    psutil.wait_procs([psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)], timeout=60)
+    assert not any(map(alive, pids))
+
+
+def alive(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="prctl")
+def test_program_ends_with_a_process_that_is_killed() -> None:
+    code = (
+        "import os, signal, sys\n"
+        "from rlsys.rollout.tools.mcp import McpTools\n"
+        "tools = McpTools(names=['act'], command=sys.argv[1:])\n"
+        "tools.open(None)\n"
+        "print(tools.tools[0].description, flush=True)\n"
+        "os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    command = [sys.executable, "-c", code, *hostile("stubborn")["command"]]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, env={**os.environ}, timeout=600, check=False)
+    server, child = map(int, done.stdout.split())
+    if alive(server):
+        psutil.wait_procs([psutil.Process(server)], timeout=60)
+    assert not alive(server)
+    if alive(child):  # The program's own child, which only `close` ends.
+        psutil.Process(child).kill()
+
+
+NAME = st.text("abc", min_size=1, max_size=2)
+VALUES = st.recursive(st.none() | st.booleans() | st.integers() | st.text(), lambda one: st.lists(one, max_size=3))
+
+
+@given(st.dictionaries(NAME, VALUES), st.sets(NAME), st.text())
+def test_arguments_are_read_back_and_any_text_is_arguments_or_an_error(
+    arguments: dict[str, Any], others: set[str], text: str
+) -> None:
+    names = sorted({*arguments, *others})
+    parameters = {"properties": {name: {"type": "string"} for name in names}, "required": sorted(arguments)}
+    assert arguments_of(json.dumps(arguments), parameters) == arguments
+    try:
+        found = arguments_of(text, parameters)
+    except ToolError:
+        assert len(arguments) != 1
+        return
+    assert found.keys() <= {*names}
