@@ -48,7 +48,7 @@ _ID = re.compile(rb'"id"\s*:\s*(\d+|"[^"\\]{0,64}")')
 _HEAD_BYTES = 256
 """Beginning of an oversized message in which its id is looked for; the SDK's servers write the id first."""
 # PR_SET_PDEATHSIG: SIGKILL for the program when the thread that started it ends, as it does when its process is killed.
-_TETHER = (
+_ENDS_WITH_PARENT = (
     "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 9, 0, 0, 0)\n"
     "if os.getppid() == int(sys.argv[1]): os.execvp(sys.argv[2], sys.argv[2:])"
 )
@@ -191,10 +191,12 @@ class Connection:
     async def _program(self) -> AsyncIterator[Streams]:
         """Start the server's program and yield the streams of its messages; end the program."""
         settings = self._settings
-        tether = [sys.executable, "-I", "-S", "-c", _TETHER, str(os.getpid())] if sys.platform == "linux" else []
+        start = (
+            [sys.executable, "-I", "-S", "-c", _ENDS_WITH_PARENT, str(os.getpid())] if sys.platform == "linux" else []
+        )
         given = {name: os.environ[name] for name in settings.env}
         process = await asyncio.create_subprocess_exec(
-            *tether,
+            *start,
             *settings.command,
             stdin=PIPE,
             stdout=PIPE,
