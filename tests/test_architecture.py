@@ -48,6 +48,7 @@ HOME = {
     "faiss": {"search"},
     "fastapi": {"apps", "report", "search"},
     "hydra": {"config"},
+    "mcp": {"rollout", "search"},
 }
 """Library -> the only rooms that may import it, inside functions too."""
 PURE = ("algorithms", "data", "orchestrator.pipeline", "orchestrator.rewards", "rollout.agent")

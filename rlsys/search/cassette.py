@@ -103,7 +103,10 @@ class RecordedCall:
             if self.result.failure is not None:
                 row["failure"] = self.result.failure.value
         elif with_passages:
-            row["passages"] = [asdict(passage) for passage in self.result.passages]
+            kept = [asdict(passage) for passage in self.result.passages]
+            row["passages"] = [
+                {key: value for key, value in one.items() if (key, value) != ("url", "")} for one in kept
+            ]
         return json.dumps(row).encode() + b"\n"
 
 

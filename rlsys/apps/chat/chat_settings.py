@@ -156,7 +156,7 @@ def _with_run(here: RunConfig, file: Path, notes: list[str]) -> RunConfig:
             f"{file} is not the config of a run: repair it, or give a config with -c.", code="malformed", key=str(file)
         ) from problem
     _require_search_r1(task.get("agent", {}).get("kind", SearchR1Agent.kind))
-    own = [str(tool["kind"]) if isinstance(tool, Mapping) else str(tool) for tool in task.get("tools", [])]
+    own = list(map(_named, task.get("tools", [])))
     own += [str(kind)] if (kind := search.get("index_kind")) else []
     named = ", ".join(own)
     if own and not any(_is_run(folder) for folder in list(file.parents)[:_UP]):
@@ -185,6 +185,14 @@ def _with_run(here: RunConfig, file: Path, notes: list[str]) -> RunConfig:
             f"The run's search.token_env={name} is ignored, so no token is sent: give a trusted config with -c."
         )
     return replace(merged, search=replace(merged.search, token_env=None))
+
+
+def _named(tool: Any) -> str:
+    """Return the name of a tool in a config; of an MCP server, what it runs or asks."""
+    if not isinstance(tool, Mapping):
+        return str(tool)
+    place = " ".join(map(str, tool.get("command") or ())) or tool.get("url")
+    return f"{tool['kind']} ({place})" if tool["kind"] == "mcp" else str(tool["kind"])
 
 
 def _known(tree: Mapping[str, Any], prefix: str, known: set[str], unknown: list[str]) -> dict[str, Any]:

@@ -98,11 +98,10 @@ class Connection:
         """
         try:
             async with asyncio.timeout(wait_s):
-                await self._up.wait()
+                while (client := self._client) is None:
+                    await self._up.wait()
         except TimeoutError:
             raise ToolError(f"its server is not running: {self._trouble}") from None
-        client = self._client
-        assert client is not None
         try:
             result = await client.call_tool(name, arguments)
         except MCPError as error:
@@ -191,12 +190,10 @@ class Connection:
     async def _program(self) -> AsyncIterator[Streams]:
         """Start the server's program and yield the streams of its messages; end the program."""
         settings = self._settings
-        start = (
-            [sys.executable, "-I", "-S", "-c", _ENDS_WITH_PARENT, str(os.getpid())] if sys.platform == "linux" else []
-        )
+        start = [sys.executable, "-I", "-S", "-c", _ENDS_WITH_PARENT, str(os.getpid())]
         given = {name: os.environ[name] for name in settings.env}
         process = await asyncio.create_subprocess_exec(
-            *start,
+            *(start if sys.platform == "linux" else ()),
             *settings.command,
             stdin=PIPE,
             stdout=PIPE,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import socket
 from pathlib import Path
+from typing import TypeVar
 
 from rlsys.config.derived import needs_server
 from rlsys.config.schema import SearchConfig
@@ -17,6 +18,7 @@ from rlsys.search.cassette import CassetteTool
 from rlsys.search.client import SearchClient
 from rlsys.search.retrieval import Failure, PageResult, SearchFailed, SearchResult
 
+Result = TypeVar("Result", SearchResult, PageResult)
 _OUTAGE = (Failure.unavailable, Failure.denied)
 """Failures for which no query is to blame."""
 
@@ -29,18 +31,19 @@ class RequiredSearch:
 
     async def search(self, query: str) -> SearchResult:
         """Search; failures for which the query is to blame are returned."""
-        result = await self._tool.search(query)
-        if result.failure in _OUTAGE:
-            raise SearchFailed(result.error)
-        return result
+        return _required(await self._tool.search(query))
 
     async def access(self, url: str) -> PageResult:
         """Return a page; failures for which the URL is to blame are returned. A cassette has no pages."""
         assert isinstance(self._tool, SearchClient)
-        result = await self._tool.access(url)
-        if result.failure in _OUTAGE:
-            raise SearchFailed(result.error)
-        return result
+        return _required(await self._tool.access(url))
+
+
+def _required(result: Result) -> Result:
+    """Return a result of the server. Raises SearchFailed if there is none, because no server answers."""
+    if result.failure in _OUTAGE:
+        raise SearchFailed(result.error)
+    return result
 
 
 def open_tool(search: SearchConfig) -> SearchClient | CassetteTool:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -36,15 +38,18 @@ from rlsys.rollout.tools.interface import (
     tool_tags,
     tool_variables,
 )
+from rlsys.rollout.tools.mcp import McpTools
 from tests.rollout.agent.scripted import DRAWN, QUESTION, Script
 from tests.rollout.agent.test_react import ASKED, CODEC, called, script_of
 from tests.support.composed import composed
+from tests.support.paths import PROJECT
 from tests.support.refusals import refused
 
 HERE = Path(__file__).parent
 SERVER = [sys.executable, str(HERE / "mcp_server.py")]
 NAMES = ["add", "shout.it", "count", "refuse", "picture", "long", "wait", "leave", "tally", "pid", "variable"]
 MOST = 20_000
+PAGE = PROJECT / "docs/how-to/tools.md"
 
 
 def task(*tools: dict[str, Any] | str, **changes: Any) -> TaskConfig:
@@ -259,6 +264,15 @@ def test_prompt_describes_the_tools_by_what_the_server_says(url: str) -> None:
 def test_settings_that_cannot_work_are_refused_before_anything_starts(settings: dict[str, Any], code: Code) -> None:
     config = task("rlsys.rollout.tools.calculator.Calculator", {"kind": "mcp", **settings})
     assert code in {problem.code for problem in check_tools(config)}
+
+
+def test_page_about_tools_lists_every_setting_with_its_default() -> None:
+    rows = re.findall(r"^\| `(\w+)` \| [^|]*?(required|`[^`]*`)", PAGE.read_text(), re.MULTILINE)
+    stated = {name: default.strip("`") for name, default in rows}
+    parameters = inspect.signature(McpTools).parameters.values()
+    required = inspect.Parameter.empty
+    written = {one.name: "required" if one.default is required else json.dumps(one.default) for one in parameters}
+    assert {name: stated.get(name) for name in written} == written
 
 
 @pytest.mark.parametrize("setting", ["timeout_s=0", "max_answer_bytes=1", "colour=red"])
