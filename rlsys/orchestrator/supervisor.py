@@ -174,8 +174,8 @@ class Supervisor:
             detail = f"{why.rstrip('.')}; {groups} prompt groups are run again."
             self._unrecovered[one.engine] = self._faults.begin(f"engine {one.engine}", kind, detail)
         if not returns and kind is not FaultKind.displaced:
-            reason = "no restart is left" if may_return else "it is not started again"
-            self.give_up(one.engine, f"{reason}: {why}")
+            reason = "no restart is left" if self._restarts else "the engines of a colocated run are not started again"
+            self.give_up(one.engine, f"{'it was leaving' if standing is Standing.leaving else reason}: {why}")
         return returns
 
     def _end(self, engine: int, outcome: Outcome, detail: str) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from rlsys.apps.planner.virtual_time import now
 from rlsys.config.schema import Mode
 from rlsys.errors import RunError
 from rlsys.observe.faults import FaultLog, Restarts
@@ -24,7 +25,7 @@ from tests.orchestrator.groups.engines import Engines, make, settle, taking
 from tests.orchestrator.groups.test_restarts import Copy, config_of, rows
 from tests.support.refusals import refused
 from tests.support.trajectories import question
-from tests.support.virtual_time import now, virtually
+from tests.support.virtual_time import virtually
 
 
 class Devices:

@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
+from rlsys.apps.planner.virtual_time import now, run_virtually
 from rlsys.errors import RunError, UserError
 from rlsys.orchestrator import elastic, weight_sync
 from rlsys.orchestrator.elastic import Elastic
 from rlsys.orchestrator.membership import NoEngineLeft, Standing
 from tests.orchestrator.groups.test_elastic import Devices, ask_at_once
 from tests.orchestrator.groups.test_restarts import World, config_of, rows
-from tests.support.virtual_time import now, run_virtually
 
 
 class Changing(World):
@@ -77,6 +77,12 @@ def test_every_group_ends_once_and_whole_while_engines_join_and_leave(
         except NoEngineLeft:
             assert world.dies
             seen["end"] += 1
+            for task in (watching, *asked, *others):  # The run ends, also while an engine waits for a push.
+                task.cancel()
+            await asyncio.wait([watching, *asked, *others])
+            await world.settle()
+            assert world.breaches == []
+            return
         ends, (evaluated, _, changes) = await asyncio.gather(*asked), await asyncio.gather(*others)
         if not world.dies:
             assert {*ends, evaluated} == {"whole", "evaluated"}
