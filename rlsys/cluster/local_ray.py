@@ -20,6 +20,7 @@ import socket
 import stat
 import sys
 import tempfile
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -53,13 +54,18 @@ HEALTH_CHECKS = {
 }
 """Ray's health checks, set to give up a silent machine after half a minute; Ray's default is over a minute."""
 STOP_S = 3.0  # Timeout for processes to exit on their own.
+PATIENCE_S = 15.0
+"""Time-out of Ray's own shutdown."""
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # From linux/prctl.h.
 _log = logging.getLogger(__name__)
 
 
 @contextmanager
-def local_ray(stop: Callable[[], None]) -> Iterator[Path]:
-    """Yield a `ray_folder` for a Ray that the body starts; on exit call `stop`, then kill the processes that remain."""
+def local_ray(stop: Callable[[], None], patience_s: float = PATIENCE_S) -> Iterator[Path]:
+    """Yield a `ray_folder` for a Ray that the body starts; on exit call `stop`, then kill the processes that remain.
+
+    `stop` would wait for ever for a process that hangs; Ray's processes are killed after `patience_s`.
+    """
     adopt_orphans()
     strangers = {process.pid for process in descendants()}
     with ray_folder() as folder:
@@ -67,7 +73,11 @@ def local_ray(stop: Callable[[], None]) -> Iterator[Path]:
             yield folder
         finally:
             before = descendants()
+            late = threading.Timer(patience_s, end, (ray_processes().values(), 0.0))
+            late.daemon = True
+            late.start()
             stop()
+            late.cancel()
             end(process for process in {*before, *descendants()} if process.pid not in strangers)
 
 
