@@ -296,7 +296,7 @@ def main(
     for setup in {"plain" if name == "proxy" else name for name in of_setup} if baseline else ():
         if setup not in campaign.em_without_faults:
             campaign.strike([], setup)
-    for setup, faults in of_setup.items():
+    for setup, faults in sorted(of_setup.items(), key=lambda item: -len(item[1])):
         campaign.strike(faults, setup)
     figures = campaign.write()
     Console().print(table(campaign.rows))
