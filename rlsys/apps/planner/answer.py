@@ -12,7 +12,7 @@ from statistics import fmean
 from typing import Any
 
 from rlsys.apps.planner.costs import HardwareCosts, Reached
-from rlsys.apps.planner.simulation import MEASURED, Simulated, simulate
+from rlsys.apps.planner.simulation import Simulated, measured_steps, simulate
 from rlsys.apps.planner.workload import Workload
 from rlsys.cluster.planning.cost import DEVICE, EXPECTED, SPEEDS
 from rlsys.cluster.planning.placement import memory_problems, parse_placement
@@ -32,8 +32,8 @@ STAGES = {"rollout": "rollout", "logprob": "inference", "values": "values", "tra
 """Stage of spans -> its name in an answer."""
 _WORTH = 0.01
 """Share of a step that a change must save to be shown."""
-_HELPS = 2
-"""Measured steps of a simulation that tells what a change would save."""
+_HELPS = 6_000
+"""Episodes of a simulation that tells what a change would save."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,25 +84,28 @@ class Planner:
         workload: Workload,
         seed: int = 0,
     ) -> None:
-        """`source` tells where `reached` comes from. Raises UserError if `config` cannot run."""
-        self.config, self.device, self.workload = config, device, workload
-        self._reached, self._source, self._seed = reached, source, seed
-        check(self.config)
+        """`source` tells where `reached` comes from."""
+        self.config, self.device, self.workload, self.reached = config, device, workload, reached
+        self._source, self._seed = source, seed
 
     @cached_property
     def model(self) -> Architecture:
         """Sizes of the model."""
         return read_architecture(self.config.model.path, self.config.model.family)
 
-    def simulated(self, config: RunConfig, workload: Workload, measured: int = MEASURED) -> Simulated:
+    def simulated(self, config: RunConfig, workload: Workload, measured: int | None = None) -> Simulated:
         """Simulate steps of `config`."""
-        costs = HardwareCosts(config, self.model, self.device, self._reached, EXPECTED).costs(self._source)
+        costs = HardwareCosts(config, self.model, self.device, self.reached, EXPECTED).costs(self._source)
         return simulate(config, costs, workload, flops_of(self.model), measured, self._seed)
 
-    def predict(self, price_per_gpu_hour: float | None = None, measured: int = MEASURED) -> dict[str, Any]:
-        """Return the prediction as plain data. Seconds are of one step unless a key says otherwise."""
+    def predict(self, price_per_gpu_hour: float | None = None, measured: int | None = None) -> dict[str, Any]:
+        """Return the prediction as plain data. Seconds are of one step unless a key says otherwise.
+
+        Raises UserError if the config cannot run.
+        """
         config = self.config
-        costs = HardwareCosts(config, self.model, self.device, self._reached, EXPECTED).costs(self._source)
+        check(config)
+        costs = HardwareCosts(config, self.model, self.device, self.reached, EXPECTED).costs(self._source)
         found = simulate(config, costs, self.workload, flops_of(self.model), measured, self._seed)
         plan = make_plan(config)
         steps, devices = len(found.steps), plan["world_size"]
@@ -142,10 +145,11 @@ class Planner:
 
     def helps(self) -> list[dict[str, Any]]:
         """Return changes, each with the seconds of a step that it gives, those that save most first."""
-        base = self.simulated(self.config, self.workload, _HELPS).step_s
+        measured = measured_steps(self.config, _HELPS)
+        base = self.simulated(self.config, self.workload, measured).step_s
         found: list[dict[str, Any]] = []
         for change, config, workload in self._changes():
-            seconds = self.simulated(config, workload, _HELPS).step_s
+            seconds = self.simulated(config, workload, measured).step_s
             found.append({"change": change, "step_s": seconds, "saves_s": base - seconds})
         return sorted(found, key=lambda one: one["step_s"])
 
@@ -228,15 +232,20 @@ def bottleneck(found: Simulated) -> str:
     return f"{sentence}the actor {text} for {seconds:.1f} of {found.step_s:.1f} s."
 
 
-def machines_of(config: RunConfig, on: str | None) -> tuple[RunConfig, str]:
-    """Return `config` on the machines `on`, and the kind of their devices; without `on`, on those that it states."""
+def machines_of(config: RunConfig, on: str | None, placed: bool = True) -> tuple[RunConfig, str]:
+    """Return `config` on the machines `on`, and the kind of their devices; without `on`, on those that it states.
+
+    Raises UserError if it is `placed` on another number of devices.
+    """
     if on is None:
         return config, DEVICE if config.cluster.device is Device.gpu else "CPU"
     machines = Machines.parse(on)
     ranks = parse_placement(config.cluster.placement, has_critic(config.algorithm))
     used, have = len({rank for held in ranks.values() for rank in held}), machines.nodes * machines.devices
-    if used != have:
-        sentence = f"--on {on} has {have} devices, but cluster.placement uses {used}: set cluster.placement for them."
+    if placed and used != have:
+        sentence = (
+            f"--on {on} has {have} devices, but cluster.placement uses {used}: set cluster.placement, or --search."
+        )
         raise UserError(sentence, code="mismatch", key="cluster.placement")
     return machines.applied(config), machines.device
 

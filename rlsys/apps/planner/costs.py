@@ -57,10 +57,18 @@ class Reached:
     """Tokens of a device's micro-batch at which half of the compute share is reached."""
     call_s: float
     """Seconds of a call of a Megatron group, besides its micro-batches."""
-    decode_step_s: float
-    """Seconds of a decode step, besides its reads and products."""
+    expert_compute: float
+    """Share of these shares that a mixture of experts reaches: its products are small, and tokens move between devices."""
+    expert_token_s: float
+    """Seconds of a token in one layer with experts and one pass, besides its products: routing, permutation, launches."""
+    expert_request_s: float
+    """The same for a request in a decode step."""
+    activation_reads: float
+    """Times that a pass moves a token's residual stream through memory, per layer."""
+    decode_layer_s: float
+    """Seconds of a layer in a decode step, besides its reads and products: launches and latencies."""
     request_s: float
-    """Host seconds of a request in a decode step; they overlap with the device's work."""
+    """Seconds of a request in a decode step besides its products: sampling and the host's work."""
     step_s: float
     """Seconds of a step in which only the driver works: records, hand-over, start."""
 
@@ -150,7 +158,7 @@ class HardwareCosts:
         shares = Shares(reached.prefill_compute, reached.decode_memory, reached.link)
         self._config, self._model, self._reached = config, model, reached
         self._step = StepCost(config, model, device, episode, shares)
-        self._speed, self._ranks = self._step.speed, self._step.ranks
+        self._speed, self.ranks = self._step.speed, self._step.ranks
 
     def costs(self, source: str) -> Costs:
         """Return all costs; `source` tells where the reached shares come from."""
@@ -162,7 +170,7 @@ class HardwareCosts:
             switches=self.switches(),
             reward_s=0.0,
             step_s=self._reached.step_s,
-            peak=len(self._ranks["actor"]) * self._speed.flops,
+            peak=len(self.ranks["actor"]) * self._speed.flops,
             source={"speeds": sheet, "shares of them": source},
         )
 
@@ -171,20 +179,19 @@ class HardwareCosts:
         config, model, step, reached = self._config, self._model, self._step, self._reached
         tp = config.rollout.engine.tp
         bandwidth = self._speed.memory * reached.decode_memory
-        operations = tp * self._speed.flops * reached.prefill_compute
+        operations = tp * self._speed.flops * reached.prefill_compute * self._experts
         whole = engine_weights_bytes(config, model)
         experts = (
             3 * model.layers * model.hidden * model.experts * model.expert_ffn * BYTES[config.rollout.engine.dtype]
         )
-        exchange = step.exchanged_s(ParallelConfig(tp=tp), self._ranks["rollout"])
+        exchange = step.exchanged_s(ParallelConfig(tp=tp), self.ranks["rollout"])
         return EngineCosts(
-            step_s=reached.decode_step_s,
+            step_s=reached.decode_layer_s * model.layers,
             weights_s=(whole - experts / tp) / bandwidth,
             experts_s=experts / tp / bandwidth,
             expert_share=model.experts_per_token / model.experts if model.experts else 0.0,
             token_s=(step.flops.per_token + step.flops.per_target) / operations,
-            request_s=exchange,
-            host_s=reached.request_s,
+            request_s=exchange + reached.request_s + reached.expert_request_s * model.layers * bool(model.experts),
             cache_s=kv_token_bytes(config, model) / bandwidth,
             prefill_s=step.flops.per_token / operations + exchange,
             pair_s=2 * step.flops.per_square / operations,
@@ -207,21 +214,34 @@ class HardwareCosts:
         return calls
 
     def _call(self, group: str, passes: int, compute: float, trains: bool = False) -> CallCosts:
-        parallel, ranks = megatron_groups(self._config)[group].parallel, self._ranks[group]
+        parallel, ranks = megatron_groups(self._config)[group].parallel, self.ranks[group]
         devices = parallel.tp * parallel.cp
         flops = self._step.flops
         return CallCosts(
             flops=Flops(flops.per_token, 0.0, flops.per_square) if group == CRITIC else flops,
             passes=passes,
-            rate=devices * self._speed.flops * compute,
+            rate=devices * self._speed.flops * compute * self._experts,
             half_tokens=self._reached.half_tokens * devices,
             # A backward pass is two forward passes' worth of operations, but exchanges activations once. Each of the
             # context-parallel ranks has a share of the tokens.
-            token_s=(passes - trains) * self._step.exchanged_s(parallel, ranks) / parallel.cp,
+            token_s=(passes - trains) * self._step.exchanged_s(parallel, ranks) / parallel.cp
+            + passes * self._handled_s(parallel),
             stages=parallel.pp,
             call_s=self._reached.call_s,
             apply_s=self._apply_s(parallel, ranks) if trains else 0.0,
         )
+
+    @property
+    def _experts(self) -> float:
+        return self._reached.expert_compute if self._model.experts else 1.0
+
+    def _handled_s(self, parallel: ParallelConfig) -> float:
+        """Return the seconds of a token in a stage's pass, besides products and exchange."""
+        model, reached = self._model, self._reached
+        nbytes = reached.activation_reads * model.layers * model.hidden * BYTES[self._config.model.dtype]
+        seconds = nbytes / (self._speed.memory * reached.decode_memory)
+        seconds += reached.expert_token_s * model.layers * bool(model.experts)
+        return seconds / (parallel.tp * parallel.cp * parallel.pp)
 
     def _apply_s(self, parallel: ParallelConfig, ranks: Ranks) -> float:
         shard = count_parameters(self._model) / len(ranks)
@@ -232,13 +252,13 @@ class HardwareCosts:
         """Return the costs of a weight sync, whose bytes pass through the sender's first rank."""
         config, speed, share = self._config, self._speed, self._reached.sync_link
         nbytes = count_parameters(self._model) * BYTES[config.rollout.engine.dtype]
-        actor, rollout = self._ranks["actor"], self._ranks["rollout"]
+        actor, rollout = self.ranks["actor"], self.ranks["rollout"]
         inside = self._step.link((*actor, *rollout), len(actor) + len(rollout)) > speed.network * self._reached.link
         host = config.cluster.sync_mode in (SyncMode.tensor, SyncMode.disk)
         wire = (speed.host if host else speed.link if inside else speed.network) * share
         gather = self._step.link(actor, len(actor)) * share / self._reached.link
         held = len(actor) > 1
-        scores = config.cluster.mode is Mode.disaggregated and "inference" in self._ranks
+        scores = config.cluster.mode is Mode.disaggregated and "inference" in self.ranks
         staged = speed.host if host else speed.memory / 2
         return SyncCosts(
             nbytes=nbytes,

@@ -42,9 +42,7 @@ class EngineCosts:
     token_s: float
     """Matrix products of one token in a decode step."""
     request_s: float
-    """Exchange between the engine's devices, per request of a decode step."""
-    host_s: float
-    """Host time per request of a decode step; it overlaps with the devices' work."""
+    """Work of a decode step per request besides its products: exchange between devices, sampling, the host's work."""
     cache_s: float
     """Reading one token of the KV cache."""
     prefill_s: float
@@ -59,10 +57,8 @@ class EngineCosts:
     def decode_s(self, requests: int, cached: float) -> tuple[float, float]:
         """Return the seconds of a decode step now, and by how much each further step is longer."""
         read = self.weights_s + self.experts_s * (1 - (1 - self.expert_share) ** requests)
-        devices = self.step_s + max(read, self.token_s * requests) + self.request_s * requests + self.cache_s * cached
-        if (host := self.host_s * requests) > devices:
-            return host, 0.0
-        return devices, self.cache_s * requests
+        products = max(read, self.token_s * requests)
+        return self.step_s + products + self.request_s * requests + self.cache_s * cached, self.cache_s * requests
 
     def fill_s(self, new: float, context: float) -> float:
         """Return the seconds in which `new` tokens after `context` others are prefilled."""

@@ -45,8 +45,10 @@ from rlsys.train import train_from
 from rlsys.trainer.batches import BatchSharder
 from rlsys.weights.flops import Flops
 
-MEASURED = 4
-"""Steps that are measured by default."""
+EPISODES = 16_000
+"""Episodes of the measured steps by default: single steps differ, because groups are scored and trained in batches."""
+_STEPS = (2, 16)
+"""Fewest and most steps that are measured."""
 MOST_TURNS = 1_000_000_000
 _FOREVER_S = 1e12
 
@@ -146,8 +148,11 @@ class SimulatedRun:
         ranks = parse_placement(config.cluster.placement, has_critic(config.algorithm))
         engines = len(ranks["rollout"]) // config.rollout.engine.tp - (config.eval.engines or 0)
         self.rollouts = SimulatedRollouts(config, costs, workload, engines, self.tracers["rollout"], seed)
+        turns = {ranks[name]: asyncio.Lock() for name in megatron_groups(config)}
         self.members = {
-            name: SimulatedGroup(name, costs, _sharder(config, name, len(ranks[name]), flops), self.tracers[name])
+            name: SimulatedGroup(
+                name, costs, _sharder(config, name, len(ranks[name]), flops), self.tracers[name], turns[ranks[name]]
+            )
             for name in megatron_groups(config)
         }
         colocated = config.cluster.mode is Mode.colocated
@@ -259,10 +264,17 @@ def _sharder(config: RunConfig, name: str, processes: int, flops: Flops) -> Batc
     )
 
 
+def measured_steps(config: RunConfig, episodes: int = EPISODES) -> int:
+    """Return the number of steps to measure, which have about this many `episodes`."""
+    least, most = _STEPS
+    return min(most, max(least, round(episodes / config.trainer.prompts_per_step / config.algorithm.n_samples)))
+
+
 def simulate(
-    config: RunConfig, costs: Costs, workload: Workload, flops: Flops, measured: int = MEASURED, seed: int = 0
+    config: RunConfig, costs: Costs, workload: Workload, flops: Flops, measured: int | None = None, seed: int = 0
 ) -> Simulated:
     """Simulate a run of `config` up to a steady state, then `measured` steps; return their record."""
+    measured = measured or measured_steps(config)
     warm = max_staleness(config) + 1
     quiet = replace(
         config,

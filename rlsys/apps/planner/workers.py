@@ -258,14 +258,15 @@ class SimulatedRollouts:
 class SimulatedGroup:
     """Megatron group: calls take turns, each as long as its micro-batches need."""
 
-    def __init__(self, name: str, costs: Costs, sharder: BatchSharder, tracer: Tracer) -> None:
+    def __init__(self, name: str, costs: Costs, sharder: BatchSharder, tracer: Tracer, turn: asyncio.Lock) -> None:
+        """`turn` is shared by the groups on the same devices."""
         self.name, self.busy_s = name, 0.0
         self.operations = 0.0
         """Operations that the model needed, without recomputation."""
         self.workers: Any = SimpleNamespace(name=name, ranks=[SimpleNamespace(name=name)])
         self.living: Mapping[int, None] = {0: None}
         self._costs, self._sharder, self._tracer = costs, sharder, tracer
-        self._turn = asyncio.Lock()
+        self._turn = turn
 
     def fills_micro_batches(self, samples: Sequence[Sample]) -> bool:
         """Return True if a call with `samples` keeps every rank and pipeline stage busy."""

@@ -48,7 +48,9 @@ def faster_split(config: RunConfig, model: Architecture) -> str | None:
     now, then = (StepCost(one, model).stages().of_step(mode) for one in (config, split))
     if now <= then * (1 + NEAR):
         return None
-    changed = " ".join(f"{key}={value}" for key, value in _settings(split).items() if _settings(config)[key] != value)
+    changed = " ".join(
+        f"{key}={value}" for key, value in settings_of(split).items() if settings_of(config)[key] != value
+    )
     return f"a step would take about {then:.0f} instead of {now:.0f} s on {DEVICE}, by estimate, with {changed}"
 
 
@@ -63,19 +65,21 @@ def fastest_split(config: RunConfig, model: Architecture) -> RunConfig | None:
     @cache
     def training(count: int) -> Choice:
         groups = ("actor", "critic") if has_critic(config.algorithm) else ("actor",)
-        return _shortest(_training(config, model, count), model, StepCost.training_s, groups)
+        return _shortest(training_choices(config, model, count), model, StepCost.training_s, groups)
 
     @cache
     def inference(first: int, count: int) -> Choice:
-        return _shortest(_inference(config, model, first, count), model, StepCost.inference_s, ("inference",))
+        return _shortest(inference_choices(config, model, first, count), model, StepCost.inference_s, ("inference",))
 
     @cache
     def rollout(first: int) -> Choice:
-        return _shortest(_rollout(config, model, first, devices - first), model, StepCost.rollout_s, ("rollout",))
+        return _shortest(
+            rollout_choices(config, model, first, devices - first), model, StepCost.rollout_s, ("rollout",)
+        )
 
     if colocated:
         choices = training(devices), inference(0, devices), rollout(0)
-        return _joined(*(choice[1] for choice in choices)) if all(choice[0] < inf for choice in choices) else None
+        return joined(*(choice[1] for choice in choices)) if all(choice[0] < inf for choice in choices) else None
     best: tuple[float, float, RunConfig | None] = (inf, inf, None)
     for actors, scorers in product(range(1, devices), range(1, devices)):
         if actors + scorers >= devices or max(training(actors)[0], rollout(actors + scorers)[0]) > best[0]:
@@ -83,7 +87,7 @@ def fastest_split(config: RunConfig, model: Architecture) -> RunConfig | None:
         choices = training(actors), inference(actors, scorers), rollout(actors + scorers)
         seconds = [choice[0] for choice in choices]
         if (max(seconds), sum(seconds)) < best[:2]:
-            best = max(seconds), sum(seconds), _joined(*(choice[1] for choice in choices))
+            best = max(seconds), sum(seconds), joined(*(choice[1] for choice in choices))
     return best[2]
 
 
@@ -92,14 +96,17 @@ def _shortest(
 ) -> Choice:
     """Return the candidate with the shortest stage among those whose `groups` fit on a device together."""
     timed = sorted(((seconds(StepCost(one, model)), one) for one in candidates), key=lambda pair: pair[0])
-    for taken, one in timed:
-        room = USABLE * (one.cluster.device_memory_gib or inf) * GIB
-        if sum(group_memory(one, model, group).total for group in groups) <= room:
-            return taken, one
-    return inf, RunConfig()
+    groups = tuple(groups)
+    return next(((taken, one) for taken, one in timed if fits(one, model, groups)), (inf, RunConfig()))
 
 
-def _training(config: RunConfig, model: Architecture, count: int) -> Iterator[RunConfig]:
+def fits(config: RunConfig, model: Architecture, groups: Iterable[str]) -> bool:
+    """Return True if `groups` fit on a device together."""
+    room = USABLE * (config.cluster.device_memory_gib or inf) * GIB
+    return sum(group_memory(config, model, group).total for group in groups) <= room
+
+
+def training_choices(config: RunConfig, model: Architecture, count: int) -> Iterator[RunConfig]:
     """Yield the config with each legal way to train on the first `count` devices."""
     for parallel, recompute in product(_parallel_sizes(model, count), (False, True)):
         one = replace(
@@ -112,7 +119,7 @@ def _training(config: RunConfig, model: Architecture, count: int) -> Iterator[Ru
             yield one
 
 
-def _inference(config: RunConfig, model: Architecture, first: int, count: int) -> Iterator[RunConfig]:
+def inference_choices(config: RunConfig, model: Architecture, first: int, count: int) -> Iterator[RunConfig]:
     """Yield the config with each legal way to score on `count` devices from `first` on."""
     for parallel in _parallel_sizes(model, count):
         one = _placed(config, "inference", first, count)
@@ -121,7 +128,7 @@ def _inference(config: RunConfig, model: Architecture, first: int, count: int) -
             yield one
 
 
-def _rollout(config: RunConfig, model: Architecture, first: int, count: int) -> Iterator[RunConfig]:
+def rollout_choices(config: RunConfig, model: Architecture, first: int, count: int) -> Iterator[RunConfig]:
     """Yield the config with each legal size of the engines on `count` devices from `first` on."""
     fewest = 1 if _is_colocated(config) else 2
     for tp in _SIZES:
@@ -146,7 +153,7 @@ def _placed(config: RunConfig, group: str, first: int, count: int) -> RunConfig:
     return replace(config, cluster=replace(config.cluster, placement={**placement, group: held}))
 
 
-def _joined(training: RunConfig, inference: RunConfig, rollout: RunConfig) -> RunConfig:
+def joined(training: RunConfig, inference: RunConfig, rollout: RunConfig) -> RunConfig:
     """Return the config with the choices of all stages."""
     owners = {"actor": training, "inference": inference, "rollout": rollout}
     placement = {group: owner.cluster.placement[group] for group, owner in owners.items()}
@@ -158,11 +165,11 @@ def _is_colocated(config: RunConfig) -> bool:
     return config.cluster.mode is Mode.colocated
 
 
-def _settings(config: RunConfig) -> dict[str, str]:
+def settings_of(config: RunConfig) -> dict[str, str]:
     """Return the settings that a split determines, as overrides of a command line."""
     placement = ", ".join(f"{group}: '{ranks}'" for group, ranks in config.cluster.placement.items())
     sizes = {
-        f"{group}.parallel.{size}": str(value).lower()
+        f"{group}.parallel.{size}": "null" if value is None else str(value).lower()
         for group, settings in megatron_groups(config).items()
         for size, value in asdict(settings.parallel).items()
     }

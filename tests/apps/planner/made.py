@@ -27,7 +27,6 @@ FREE = EngineCosts(
     expert_share=0.0,
     token_s=0.0,
     request_s=0.0,
-    host_s=0.0,
     cache_s=0.0,
     prefill_s=0.0,
     pair_s=0.0,

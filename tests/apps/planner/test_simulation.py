@@ -162,3 +162,11 @@ def test_assumed_lengths_keep_their_mean_whatever_the_tail() -> None:
     assert sum(drawn) / len(drawn) == pytest.approx(100, rel=0.06)
     config = config_of(task__max_turn_tokens=50)
     assert max(one.generated for one in workload.group(config, 0, 0, 64)) == 50
+
+
+def test_groups_on_the_same_devices_take_turns() -> None:
+    """Log-probs on the actor's devices: the stages of 2 and 1 s no longer overlap each other."""
+    config = config_of(staleness=4, rollout__max_episodes=2)
+    config.cluster.placement = {"actor": "0", "inference": "0", "rollout": "1"}
+    costs = costs_of(replace(FREE, step_s=0.1 / 101, max_running=2), 2 / (8 * TOKENS), 1 / (8 * TOKENS))
+    assert simulated(config, costs, measured=6).step_s == pytest.approx(2 + 1, rel=0.02)

@@ -1,0 +1,102 @@
+"""Tests of the search for placements: candidates can run, none is beaten, and estimates agree with the simulation."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rlsys.apps.planner.answer import Planner, check, with_shape
+from rlsys.apps.planner.costs import read_reached
+from rlsys.apps.planner.engine import Prefix, Request, SimulatedEngine
+from rlsys.apps.planner.estimate import calls_s, generation_s
+from rlsys.apps.planner.search import PlacementSearch, render_search
+from rlsys.apps.planner.virtual_time import now, run_virtually
+from rlsys.apps.planner.workload import Workload
+from rlsys.cluster.planning.placement import parse_placement
+from rlsys.config.compose import load_config
+from rlsys.errors import UserError
+from rlsys.trainer.batches import SampleSize
+from tests.apps.planner.made import FREE, costs_of
+
+NAME = "searchr1_qwen2.5_3b_1node"
+FEW = "trainer.prompts_per_step=16"
+
+
+def search_of(*settings: str) -> PlacementSearch:
+    return PlacementSearch(
+        Planner(with_shape(load_config(NAME, settings)), "H100", *read_reached(), Workload()), episodes=200
+    )
+
+
+@pytest.fixture(scope="module")
+def found() -> list[dict[str, Any]]:
+    return search_of(FEW).best()
+
+
+def test_every_candidate_can_run_and_its_overrides_make_it(found: list[dict[str, Any]]) -> None:
+    for one in found:
+        config = with_shape(load_config(NAME, [FEW, *one["overrides"]]))
+        check(config)
+        assert config.cluster.placement == one["placement"]
+        assert config.trainer.schedule.kind == one["schedule"]
+        ranks = parse_placement(config.cluster.placement)
+        assert {rank for held in ranks.values() for rank in held} == set(range(8))
+
+
+def test_no_candidate_beats_another_and_the_fastest_comes_first(found: list[dict[str, Any]]) -> None:
+    speeds = [one["tokens_per_s"] for one in found]
+    assert speeds == sorted(speeds, reverse=True)
+    for slow in range(1, len(found)):
+        for fast in range(slow):
+            fresher = found[slow]["staleness"] < found[fast]["staleness"]
+            assert fresher or found[slow]["memory_gib_per_rank"] < found[fast]["memory_gib_per_rank"]
+
+
+def test_result_can_be_pasted(found: list[dict[str, Any]]) -> None:
+    last = render_search(found, 7).rsplit("\n", 1)[-1]
+    assert "'cluster.placement={actor: '\"'\"'0" in last
+
+
+def test_a_model_that_fits_nowhere_is_refused() -> None:
+    with pytest.raises(UserError) as refused:
+        search_of(FEW, "cluster.device_memory_gib=6").best()
+    assert refused.value.code == "conflict"
+
+
+def test_machines_must_be_stated() -> None:
+    with pytest.raises(UserError) as refused:
+        search_of(FEW, "cluster.devices_per_node=null")
+    assert (refused.value.code, refused.value.key) == ("missing", "cluster.devices_per_node")
+
+
+@pytest.mark.parametrize("running", [32, 1000])
+def test_estimate_of_generation_agrees_with_the_simulated_engine(running: int) -> None:
+    costs = replace(FREE, step_s=0.01, token_s=1e-4, request_s=5e-5, cache_s=1e-8, prefill_s=1e-5, max_running=running)
+    lengths = np.exp(np.random.default_rng(0).normal(4, 0.6, 256)).round().clip(1, 400).tolist()
+
+    async def run() -> float:
+        engine, done, left = SimulatedEngine(costs), asyncio.Event(), [len(lengths)]
+
+        def end(request: Request) -> None:
+            engine.leave(request)
+            left[0] -= 1
+            if not left[0]:
+                done.set()
+
+        for length in lengths:
+            engine.submit(Request(Prefix(50, 1), ended=end, left=length))
+        await done.wait()
+        return now()
+
+    assert generation_s(costs, sorted(lengths), 50, len(lengths)) == pytest.approx(run_virtually(run()), rel=0.1)
+
+
+def test_estimate_of_calls_is_that_of_equal_ranks() -> None:
+    call = replace(costs_of(FREE, 1e-3, 1e-3).calls["actor"], stages=2, call_s=0.5, apply_s=0.25)
+    size = SampleSize(100, 50)
+    plan = [[[0, 0], [0, 0], [0, 0]]] * 4
+    assert calls_s(call, size, 6, 200, 1) == pytest.approx(call.seconds(plan, [size]) + 0.25)
