@@ -40,7 +40,8 @@ Locals = dict[str, set[str]]
 
 PACKAGE = Path(rlsys.__file__).resolve().parent
 _CONFIG = PACKAGE / "config"
-_CHECKS = {_CONFIG, PACKAGE / "cluster" / "planning", PACKAGE / "orchestrator" / "validate.py"}
+_ESTIMATES = {PACKAGE / "cluster" / "planning", PACKAGE / "apps" / "planner"}
+_CHECKS = {_CONFIG, PACKAGE / "orchestrator" / "validate.py", *_ESTIMATES}
 FILE = Path(__file__).resolve().parents[1] / "docs" / "configuration.md"
 COMMAND = "python scripts/config_reference.py"
 _RETURNS = "()"
