@@ -131,6 +131,7 @@ class Campaign:
             if proxy:
                 proxy.heal()
             self._say(self._told(row))
+            self._keep(rows)
             if row.outcome != RECOVERED or launch.code is not None:
                 break
         return rows
