@@ -234,7 +234,8 @@ class WorkerGroup:
     def kill_rank(self, index: int) -> None:
         """Kill one worker process at once; calls to it in flight raise RankDied."""
         with contextlib.suppress(Exception):  # The process may be gone already.
-            ray.kill(self.ranks[index].handle)
+            if ray.is_initialized():  # Otherwise ray.kill would start a Ray.
+                ray.kill(self.ranks[index].handle)
 
     def memory_bytes(self) -> int:
         """Return the memory of the largest rank on this machine with its child processes, without shared memory."""

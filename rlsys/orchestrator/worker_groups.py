@@ -383,9 +383,18 @@ class TrainedGroup(MegatronGroup, ABC):
         plan, batches = self._sharder.shard(samples)
         with self.work("train.accumulate", samples, batches):
             answers = await self.call_sharded("accumulate", batches, last)
-        reported: list[Accumulated] = self._reported(answers)
-        self._stats += [one.stats for one in reported]
-        logprobs = [one.logprobs for one in reported if one.logprobs is not None]
+        return self._taken(samples, plan, batches, self._reported(answers))
+
+    def _taken(
+        self,
+        samples: Sequence[Sample],
+        plan: Plan,
+        batches: Sequence[Sequence[MicroBatch]],
+        answers: Sequence[Accumulated],
+    ) -> list[Floats] | None:
+        """Keep the statistics of one `accumulate`; return its log-probs in the order of the samples, if any."""
+        self._stats += [one.stats for one in answers]
+        logprobs = [one.logprobs for one in answers if one.logprobs is not None]
         return joined_branches(samples, _rows(plan, batches, logprobs)) if logprobs else None
 
     async def apply(self) -> dict[str, float]:

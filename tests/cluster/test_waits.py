@@ -142,6 +142,16 @@ def group_of(
     return WorkerGroup("a", ranks, timeout_s, of_stages)
 
 
+def test_a_group_that_is_killed_after_the_end_of_its_ray_starts_no_other(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    begin = Mock()
+    monkeypatch.setattr(ray, "init", begin)
+    assert not ray.is_initialized()
+    group_of(tmp_path, Future()).kill()
+    begin.assert_not_called()
+
+
 async def test_only_silent_ranks_are_named_as_missing(tmp_path: Path) -> None:
     calls: list[Future[Any]] = [Future() for _ in range(4)]
     for number in (0, 2):

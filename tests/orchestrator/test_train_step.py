@@ -24,7 +24,7 @@ async def test_search_server_that_stays_away_ends_a_step_that_waits_for_groups()
 
     actor = SimpleNamespace(fills_micro_batches=lambda _: True)
     groups = SimpleNamespace(count_to=lambda _: None, trained={"actor": actor}, devices=None)
-    parts: dict[str, Any] = dict.fromkeys(("weights", "supervisor", "evaluator", "saver", "rewards", "kl"))
+    parts: dict[str, Any] = dict.fromkeys(("weights", "supervisor", "elastic", "evaluator", "saver", "rewards", "kl"))
     parts |= {
         "groups": groups,
         "log": SimpleNamespace(begin_step=lambda: None, faults=SimpleNamespace()),

@@ -175,7 +175,7 @@ class Scorer:
         ranks = self._sharder.dp_ranks
         answers = await self._workers.call_each("compute", [(batches[rank],) for rank in ranks])
         reported = {rank: results for rank, results in zip(ranks, answers, strict=True) if results is not None}
-        found = scores_of(plan, batches, [reported[rank] for rank in range(len(batches))])
+        found = scores_of(plan, batches, [reported[rank] for rank in range(len(batches))], samples)
         await self._pause()
         return found
 
@@ -196,7 +196,7 @@ class Learner(ActorGroup):
         calls = [(batches[rank], last) for rank in self._sharder.dp_ranks]
         answers = await self.workers.call_each("accumulate", calls)
         await self._pause()
-        return self._taken(plan, batches, self._reported(answers))
+        return self._taken(samples, plan, batches, self._reported(answers))
 
     async def apply(self) -> dict[str, float]:
         await self._pause()
@@ -209,7 +209,7 @@ class Learner(ActorGroup):
 
 
 class NoDeaths:
-    """Supervisor of played-back episodes, which need no engine."""
+    """Supervisor of played-back episodes, which need no engine, and nobody who asks for one to join or leave."""
 
     async def run(self, *_: Any) -> None:
         await asyncio.Event().wait()
@@ -298,7 +298,14 @@ def assemble(
         state.pipeline if state else None,
     )
     follows = [takes] if scores_with_policy(config.algorithm) else []
-    absent: dict[str, Any] = {"search": NoSearch(), "supervisor": NoDeaths(), "evaluator": None, "saver": None}
+    none = NoDeaths()
+    absent: dict[str, Any] = {
+        "search": NoSearch(),
+        "supervisor": none,
+        "elastic": none,
+        "evaluator": None,
+        "saver": None,
+    }
     return Run(
         config=config,
         log=log,

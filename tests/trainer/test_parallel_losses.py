@@ -162,7 +162,8 @@ def _scored(group: Group, policies: Policies, run: Run) -> dict[bool, list[Sampl
         found = worker.compute(batches[worker.coords.dp])
         answers: list[Any] = [None] * group.world
         torch.distributed.all_gather_object(answers, None if found is None else (worker.coords.dp, found))
-        scores = scores_of(plan, batches, [results for _, results in sorted(filter(None, answers), key=itemgetter(0))])
+        by_rank = [results for _, results in sorted(filter(None, answers), key=itemgetter(0))]
+        scores = scores_of(plan, batches, by_rank, SAMPLES)
         forward = _is_forward(CASES[name])
         samples[forward] = [one.with_scores(score) for one, score in zip(SAMPLES, scores, strict=True)]
     return samples
