@@ -83,9 +83,9 @@ class Simulated:
     in_flight: float
     """Mean episodes in flight."""
     latency_s: float
-    """Mean seconds of an episode."""
+    """Mean seconds of an episode, from its start to its end or abort."""
     finished: int
-    """Episodes that ended."""
+    """Episodes that ended or were aborted."""
     retracted: int
     """Requests that a full cache pushed out."""
     dropped: Mapping[str, int]

@@ -85,7 +85,7 @@ class SimulatedRollouts:
         self._in_flight, self._in_flight_s, self._counted_s = 0, 0.0, 0.0
         """Episodes in flight, their integral over time, and the time up to which that is counted."""
         self.waited_s = 0.0
-        """Seconds of all finished episodes."""
+        """Seconds of all episodes that have ended or were aborted."""
         self.finished = 0
         self.workers: Any = SimpleNamespace(name="rollout", ranks=[SimpleNamespace(name="rollout")])
         self.living: Mapping[int, None] = {0: None}
@@ -112,6 +112,12 @@ class SimulatedRollouts:
         """Integral of the episodes in flight over time, up to now."""
         self._fly(0)
         return self._in_flight_s
+
+    def _leaves(self, begun: float) -> None:
+        """Count an episode that ends or is aborted now."""
+        self._fly(-1)
+        self.finished += 1
+        self.waited_s += self._loop.time() - begun
 
     def _fly(self, change: int) -> None:
         now = self._loop.time()
@@ -187,9 +193,7 @@ class SimulatedRollouts:
                 timers[episode] = self._loop.call_at(at, play, episode)
                 return
             engine.leave(episode.request)
-            self._fly(-1)
-            self.finished += 1
-            self.waited_s += self._loop.time() - begun
+            self._leaves(begun)
             left[0] -= 1
             if not left[0] and not ended.done():
                 ended.set_result(None)
@@ -209,7 +213,7 @@ class SimulatedRollouts:
             for episode in episodes:
                 if not episode.request.left_engine:
                     engine.cancel(episode.request)
-                    self._fly(-1)
+                    self._leaves(begun)
             raise
         return [episode.request.version for episode in episodes]
 

@@ -100,9 +100,9 @@ def test_work_is_conserved_and_bounds_hold(seed: int, staleness: int, engines: i
 @settings(max_examples=5)
 def test_littles_law(seed: int) -> None:
     """Episodes in flight = rate of their ends x their latency, in a steady state of many episodes."""
-    config = config_of(prompts=20, samples=4, staleness=4)
-    found = simulated(config, costs_of(replace(ENGINE, token_s=0.001), 1e-5, 1e-5), TAILS, measured=10, seed=seed)
-    assert found.in_flight == pytest.approx(found.finished / found.seconds * found.latency_s, rel=0.1)
+    config = config_of(prompts=10, samples=4, staleness=1)
+    found = simulated(config, costs_of(replace(ENGINE, token_s=0.001), 1e-5, 1e-5), TAILS, measured=20, seed=seed)
+    assert found.in_flight == pytest.approx(found.finished / found.seconds * found.latency_s, rel=0.02)
 
 
 def test_same_seed_same_run_and_another_seed_another_one() -> None:
