@@ -38,15 +38,15 @@ part.write_text(f"{os.getpid()} {orphan.pid} {os.environ['RLSYS_KILLED_BY']}")
 """Begins a life: starts a process that would outlive it, and writes both ids."""
 DIES = 'part.rename(folder / f"life {life}")\nif life < int(sys.argv[2]): os.kill(os.getpid(), signal.SIGKILL)\norphan.kill()\nsay_that_it_ends()\n'
 WAITS = """
-def stop(*_):
-    orphan.kill()
-    say_that_it_ends()
-    sys.exit(130)
-signal.signal(signal.SIGTERM, stop)
-signal.signal(signal.SIGINT, stop)
+ends = {signal.SIGTERM, signal.SIGINT}
+signal.pthread_sigmask(signal.SIG_BLOCK, ends)
 part.rename(folder / f"life {life}")
-signal.pause()
+signal.sigwait(ends)
+orphan.kill()
+say_that_it_ends()
+sys.exit(130)
 """
+"""Waits for a signal; blocked signals stay pending, so that none comes too early."""
 
 
 def start(code: str, folder: Path, *words: str) -> subprocess.Popen[bytes]:
