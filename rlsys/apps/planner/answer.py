@@ -169,9 +169,9 @@ class Planner:
         if config.model.recompute:
             model = replace(config.model, recompute=False)
             yield "model.recompute=false, if memory allows", replace(config, model=model), workload
-        if workload.calls and not workload.drawn:
+        if workload.calls:
             yield "half the latency of tools", config, replace(workload, tool_s=workload.tool_s / 2)
-        if workload.spread and not workload.drawn:
+        if workload.spread:
             yield "turns of equal length", config, replace(workload, spread=0.0)
 
 

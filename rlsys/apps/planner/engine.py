@@ -32,7 +32,7 @@ class EngineCosts:
     """Seconds of an engine's work."""
 
     step_s: float
-    """Of a decode step, whatever its batch."""
+    """Fixed part of a decode step, whatever its batch."""
     weights_s: float
     """Reading the weights that every step needs."""
     experts_s: float

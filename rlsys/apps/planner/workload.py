@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -67,12 +67,10 @@ class Workload:
     """Standard deviation of the logarithm of these seconds."""
     tools_per_s: float = 649.0
     """Tool calls that the server answers in a second; 0 for no limit."""
-    drawn: Sequence[EpisodeDraw] = field(default=(), repr=False)
-    """Recorded episodes from which all lengths are drawn instead, if there are any."""
 
     def changed(self, given: Sequence[str]) -> Workload:
         """Return the workload with the settings KEY=VALUE. Raises UserError for an unknown key or a bad value."""
-        keys = {one.name for one in fields(self)} - {"drawn"}
+        keys = {one.name for one in fields(self)}
         values: dict[str, float] = {}
         for setting in given:
             key, _, value = setting.partition("=")
@@ -86,15 +84,11 @@ class Workload:
             if not 0 <= values[key] < float("inf"):
                 sentence = f"--assume {setting} needs a number of at least 0, such as {key}={getattr(self, key):g}."
                 raise UserError(sentence, code="out_of_range", key="--assume")
-        return replace(self, **values)  # type: ignore[arg-type]
+        return replace(self, **values)
 
     def group(self, config: RunConfig, seed: int, number: int, samples: int) -> list[EpisodeDraw]:
         """Return the episodes of prompt group `number`, within the limits of `config.task`."""
         rng = np.random.default_rng((seed, number))
-        if self.drawn:
-            chosen = rng.integers(len(self.drawn), size=samples)
-            prompt = self.drawn[chosen[0]].prompt
-            return [self.drawn[index]._replace(prompt=prompt) for index in chosen]
         task = config.task
         most = task.max_turns if config.search.enabled or task.tools else 0
         calls = np.full(samples, round(self.calls)) if not self.calls_vary else rng.poisson(self.calls, samples)

@@ -16,8 +16,6 @@ from time import perf_counter, time_ns
 from typing import Any, Literal, cast
 from uuid import uuid4
 
-import numpy as np
-
 from rlsys.config.schema import TaskConfig, TokenMode
 from rlsys.data.question import Question
 from rlsys.data.trajectory import Action, Branch, Finish, Trajectory, Turn
@@ -162,24 +160,8 @@ class ChatRecorder:
         if turns and finish is Finish.ANSWER:
             answer = self.answer if self.answer is not None else tagged(turns[-1].text, self.task.tags.answer)
             turns[-1] = replace(turns[-1], action=Action.ANSWER, content=answer)
-        return Trajectory(
-            question_uid=self._question.uid,
-            sample=self._sample,
-            tokens=record.tokens,
-            prompt_length=record.prompt_length,
-            loss_mask=record.loss_mask,
-            rollout_logprobs=record.rollout_logprobs,
-            versions=record.versions,
-            turn_of_token=record.turn_of_token,
-            tokens_differing=record.tokens_differing,
-            response=record.response,
-            turns=tuple(turns),
-            finish=finish,
-            sampled_ids=np.array([token for each in sampled for token in each.output_ids], np.int32),
-            sampled_logprobs=np.array([one for each in sampled for one in each.logprobs], np.float32),
-            branches=branches,
-            agent_reward=self.reward,
-        )
+        facts = {"branches": branches, "agent_reward": self.reward}
+        return record.trajectory(self._question, self._sample, turns, sampled, finish, **facts)
 
     def _require_turn(self) -> None:
         if self.generations + self._running > self.task.max_turns:

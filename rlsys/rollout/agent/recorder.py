@@ -10,23 +10,21 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, chain, pairwise
+from itertools import accumulate, pairwise
 from time import perf_counter, time_ns
-from typing import Literal, NamedTuple, Protocol, TypeVar
+from typing import Literal, NamedTuple, Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 
 from rlsys.config.schema import SamplingConfig, TaskConfig
 from rlsys.data.question import Question
 from rlsys.data.trajectory import Action, Finish, Trajectory, Turn
 from rlsys.errors import UserError
-from rlsys.rollout.agent.tokens import Codec, Context, PartialEpisode, SampledTurn, open_context
+from rlsys.rollout.agent.tokens import Codec, Context, PartialEpisode, SampledTurn, joined, open_context
 from rlsys.rollout.tools.calls import ToolResult
 
-Number = TypeVar("Number", bound=np.generic)
 OnTokens = Callable[[list[int]], None]
 """Callback that receives all tokens of a turn so far, each time more arrive."""
 
@@ -265,9 +263,9 @@ class Recorder:
             question_uid=self._question.uid,
             sample=self._sample,
             turns=tuple(self.turns[: self._whole]),
-            token_ids=_joined((turn.output_ids for turn in sampled), np.int32),
-            logprobs=_joined((turn.logprobs for turn in sampled), np.float32),
-            versions=_joined((turn.versions for turn in sampled), np.int32),
+            token_ids=joined((turn.output_ids for turn in sampled), np.int32),
+            logprobs=joined((turn.logprobs for turn in sampled), np.float32),
+            versions=joined((turn.versions for turn in sampled), np.int32),
             ended_itself=np.array([turn.ended_itself for turn in sampled], np.bool_),
         )
 
@@ -275,22 +273,7 @@ class Recorder:
         """Return the trajectory so far, ended by `finish`."""
         eos = self.task.train_eos and finish is Finish.ANSWER
         record = self._begun().close(eos, self.task.max_total_tokens)
-        return Trajectory(
-            question_uid=self._question.uid,
-            sample=self._sample,
-            tokens=record.tokens,
-            prompt_length=record.prompt_length,
-            loss_mask=record.loss_mask,
-            rollout_logprobs=record.rollout_logprobs,
-            versions=record.versions,
-            turn_of_token=record.turn_of_token,
-            tokens_differing=record.tokens_differing,
-            response=record.response,
-            turns=tuple(self.turns),
-            finish=Finish.TOKEN_LIMIT if record.truncated else finish,
-            sampled_ids=_joined((turn.output_ids for turn in self._sampled), np.int32),
-            sampled_logprobs=_joined((turn.logprobs for turn in self._sampled), np.float32),
-        )
+        return record.trajectory(self._question, self._sample, self.turns, self._sampled, finish)
 
     def _begun(self) -> Context:
         if self._context is None:
@@ -343,7 +326,3 @@ def _turn_of(parsed: Parsed) -> Turn:
 
 def _is_further(turn: Turn) -> bool:
     return not turn.prompt_tokens and not turn.generated_tokens
-
-
-def _joined(parts: Iterable[Sequence[float]], dtype: type[Number]) -> NDArray[Number]:
-    return np.array(list(chain.from_iterable(parts)), dtype)

@@ -27,16 +27,20 @@ Invariants, in both modes:
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from itertools import chain
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from rlsys.config.schema import TokenMode
-from rlsys.data.trajectory import Trajectory, Turn
+from rlsys.data.question import Question
+from rlsys.data.trajectory import Finish, Trajectory, Turn
 from rlsys.errors import UserError
+
+Number = TypeVar("Number", bound=np.generic)
 
 _SAID = "rlsys_message"
 """Text in place of an answer, to find what a chat template writes after it."""
@@ -183,6 +187,39 @@ class TokenRecord:
     response: str
     truncated: bool
     """True if tokens were cut off at the end to keep the limit."""
+
+    def trajectory(
+        self,
+        question: Question,
+        sample: int,
+        turns: Sequence[Turn],
+        sampled: Sequence[SampledTurn],
+        finish: Finish,
+        **episode: Any,
+    ) -> Trajectory:
+        """Return the trajectory of episode `sample`; `sampled` are its engine calls, `episode` its other fields."""
+        return Trajectory(
+            question_uid=question.uid,
+            sample=sample,
+            tokens=self.tokens,
+            prompt_length=self.prompt_length,
+            loss_mask=self.loss_mask,
+            rollout_logprobs=self.rollout_logprobs,
+            versions=self.versions,
+            turn_of_token=self.turn_of_token,
+            tokens_differing=self.tokens_differing,
+            response=self.response,
+            turns=tuple(turns),
+            finish=Finish.TOKEN_LIMIT if self.truncated else finish,
+            sampled_ids=joined((turn.output_ids for turn in sampled), np.int32),
+            sampled_logprobs=joined((turn.logprobs for turn in sampled), np.float32),
+            **episode,
+        )
+
+
+def joined(parts: Iterable[Sequence[float]], dtype: type[Number]) -> NDArray[Number]:
+    """Return the values of all `parts` as one array."""
+    return np.array(list(chain.from_iterable(parts)), dtype)
 
 
 class Context(Protocol):

@@ -83,7 +83,7 @@ class Connection:
         self._trouble = ""
         """Reason why there is no connection."""
         self._end = ""
-        """How the program of the last attempt ended; empty if it has not."""
+        """Clause that says how the program of the last attempt ended; empty if it has not."""
         self._pause_s = FIRST_PAUSE_S
         self._life = asyncio.create_task(self._live())
 
