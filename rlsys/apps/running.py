@@ -10,9 +10,9 @@ import os
 import signal
 import subprocess
 import threading
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 
 from rlsys.cluster.local_ray import adopt_orphans, descendants, end, ends_with_parent
@@ -21,7 +21,7 @@ from rlsys.observe.faults import KILLED_BY, Restarts
 
 T = TypeVar("T")
 _SAYS = "RLSYS_SAYS_THAT_IT_ENDS"
-"""Environment variable of a supervised process: the descriptor for `say_that_it_ends`."""
+"""Environment variable of a supervised process: the descriptor for `ends_by_itself`."""
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -47,7 +47,7 @@ def supervise(command: Sequence[str], restarts: Restarts, note: Callable[[str], 
     """Run `command`, and run it again whenever it is killed, as often as `restarts` allows; return its exit status.
 
     It is killed by a signal, or by a library that ends the process: Ray does so in a call if its raylet has died. Such a
-    command has not called `say_that_it_ends`. Call this from the main thread. Ctrl-C, SIGTERM and SIGHUP go to the command,
+    command has not left `ends_by_itself`. Call this from the main thread. Ctrl-C, SIGTERM and SIGHUP go to the command,
     which is then not run again. All processes that the command leaves are ended. The command ends with this process.
     `KILLED_BY` in its environment names what killed the command before it; it is empty at first.
     """
@@ -86,10 +86,19 @@ def supervise(command: Sequence[str], restarts: Restarts, note: Callable[[str], 
         note(f"The run was killed by {reason}. It starts again.")
 
 
-def say_that_it_ends() -> None:
-    """Tell `supervise`, if it runs this process, that this process ends by itself."""
-    if _SAYS in os.environ:
-        os.write(int(os.environ[_SAYS]), b".")
+@contextmanager
+def ends_by_itself() -> Iterator[None]:
+    """On exit, tell `supervise`, if it runs this process, that this process ends by itself.
+
+    Processes that this one starts do not inherit the descriptor, so the variable with its number ends here.
+    """
+    says = os.environ.pop(_SAYS, None)
+    try:
+        yield
+    finally:
+        if says is not None:
+            with suppress(BrokenPipeError):  # The supervisor has died.
+                os.write(int(says), b".")
 
 
 def _in_a_loop() -> bool:

@@ -29,7 +29,7 @@ sys.exit(supervise([sys.executable, "-c", sys.argv[1], *sys.argv[2:]], Restarts(
 """Runs the Python code of its first argument, at most three times."""
 RUN = """
 import os, pathlib, signal, subprocess, sys
-from rlsys.apps.running import say_that_it_ends
+from rlsys.apps.running import ends_by_itself
 folder = pathlib.Path(sys.argv[1])
 orphan = subprocess.Popen(["sleep", "3600"], start_new_session=True)
 life = len(list(folder.iterdir()))
@@ -37,15 +37,21 @@ part = folder / ".part"
 part.write_text(f"{os.getpid()} {orphan.pid} {os.environ['RLSYS_KILLED_BY']}")
 """
 """Begins a life: starts a process that would outlive it, and writes both ids."""
-DIES = 'part.rename(folder / f"life {life}")\nif life < int(sys.argv[2]): os.kill(os.getpid(), signal.SIGKILL)\norphan.kill()\nsay_that_it_ends()\n'
+DIES = """
+with ends_by_itself():
+    part.rename(folder / f"life {life}")
+    if life < int(sys.argv[2]): os.kill(os.getpid(), signal.SIGKILL)
+    assert subprocess.run(["env"], capture_output=True, text=True).stdout.count("THAT_IT_ENDS") == 0
+    orphan.kill()
+"""
 WAITS = """
 ends = {signal.SIGTERM, signal.SIGINT}
 signal.pthread_sigmask(signal.SIG_BLOCK, ends)
 part.rename(folder / f"life {life}")
 signal.sigwait(ends)
-orphan.kill()
-say_that_it_ends()
-sys.exit(130)
+with ends_by_itself():
+    orphan.kill()
+    sys.exit(130)
 """
 """Waits for a signal; blocked signals stay pending, so that none comes too early."""
 
@@ -99,7 +105,7 @@ def test_killed_command_is_run_again_within_limits_and_leaves_no_process(
 
 
 def test_command_that_ends_with_an_error_is_not_run_again_and_leaves_no_process(tmp_path: Path) -> None:
-    code = 'part.rename(folder / "life 0")\nsys.exit(2)\n'
+    code = 'with ends_by_itself():\n    part.rename(folder / f"life {life}")\n    sys.exit(2)\n'
     assert start(RUN + code, tmp_path / "lives").wait(LIMIT_S) == 2
     ((pid, orphan, _),) = lives(tmp_path / "lives")
     assert gone(pid)

@@ -12,7 +12,7 @@ from collections.abc import Callable
 import typer
 
 from rlsys.apps.cli import chat, convert, data, doctor, engines, evaluate, own, plan, runs, search, training
-from rlsys.apps.running import say_that_it_ends
+from rlsys.apps.running import ends_by_itself
 from rlsys.errors import Interrupted, RunError, UserError, code_of, root_cause, with_code
 
 STATUS = {UserError: 2, RunError: 1, Interrupted: 130}
@@ -43,10 +43,8 @@ app.command("doctor", help=_DOCTOR)(doctor.command)
 
 def main() -> None:
     """Run the command line."""
-    try:
+    with ends_by_itself():
         run_command(app)
-    finally:
-        say_that_it_ends()
 
 
 def run_command(command: Callable[[], None]) -> None:
