@@ -5,6 +5,7 @@ import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Protocol
 
 from rlsys.apps.chat.conversation import Conversation, Opened
 from rlsys.apps.chat.web import create_app
@@ -21,6 +22,24 @@ from tests.support.serving import serving
 PASSAGE = '"Paris"\nParis is the capital of <b>France</b>.'
 SEARCHES = "<think>I need it.</think><search> capital of France </search>"
 ANSWERS = "<think>It says so.</think><answer> Paris </answer>"
+
+
+class Halts(Protocol):
+    """A generator that halts."""
+
+    halted: asyncio.Event
+    cancelled: int
+    """Number of halts that were cancelled."""
+
+
+async def halt(generator: Halts) -> None:
+    """Say that `generator` has halted, and wait until it is cancelled."""
+    generator.halted.set()
+    try:
+        await asyncio.Event().wait()
+    except asyncio.CancelledError:
+        generator.cancelled += 1
+        raise
 
 
 class Script:
@@ -48,16 +67,8 @@ class Script:
             if on_tokens is not None:
                 on_tokens(ids[:count])
             if count == self._halt_after:
-                await self._halt()
+                await halt(self)
         return Generation(ids, [-0.5] * len(ids), "stop", 0, [0] * len(ids))
-
-    async def _halt(self) -> None:
-        self.halted.set()
-        try:
-            await asyncio.Event().wait()
-        except asyncio.CancelledError:
-            self.cancelled += 1
-            raise
 
 
 class FakeSearch:

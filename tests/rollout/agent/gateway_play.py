@@ -19,6 +19,7 @@ from rlsys.rollout.agent.recorder import Generation, OnTokens, TurnSampling
 from rlsys.search.retrieval import SearchResult
 from tests.rollout.agent import gateway_agents
 from tests.rollout.agent.scripted import task
+from tests.support.chat import halt
 from tests.support.chat_templates import TEMPLATES
 from tests.support.search_results import result_of
 
@@ -66,20 +67,12 @@ class Engine:
             if on_tokens is not None:
                 on_tokens(kept[:count])
         if number == self.halts:
-            await self._halt()
+            await halt(self)
         logprobs = [-0.25 * (at + 1) for at in range(len(kept))]
         return Generation(kept, logprobs, "stop" if len(kept) == len(ids) else "length", 0, [number] * len(kept))
 
     async def search(self, query: str) -> SearchResult:
         return result_of(f"About\n{query}")
-
-    async def _halt(self) -> None:
-        self.halted.set()
-        try:
-            await asyncio.Event().wait()
-        except asyncio.CancelledError:
-            self.cancelled += 1
-            raise
 
 
 def tools_of(
