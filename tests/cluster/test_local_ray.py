@@ -176,10 +176,13 @@ def test_temporary_files_and_shared_memory_of_killed_processes_go_with_the_folde
 def test_process_of_ray_that_hangs_does_not_block_its_shutdown(tmp_path: Path) -> None:
     raylet = shutil.copy(str(shutil.which("sleep")), tmp_path / "raylet")
     with subprocess.Popen([raylet, "3600"]) as process:
-        process.send_signal(signal.SIGSTOP)
-        with local_ray.local_ray(lambda: process.wait(60), patience_s=0.1):
-            assert local_ray.ray_processes() == {"raylet": psutil.Process(process.pid)}
-    assert process.returncode is not None
+        try:
+            process.send_signal(signal.SIGSTOP)
+            with local_ray.local_ray(lambda: process.wait(30), patience_s=0.1):
+                assert local_ray.ray_processes() == {"raylet": psutil.Process(process.pid)}
+            assert process.returncode is not None
+        finally:
+            process.kill()
 
 
 STARTS = """
