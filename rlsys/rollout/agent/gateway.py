@@ -107,7 +107,7 @@ class _Session:
     """Id of an answer -> its messages, for requests that refer to an earlier answer."""
     running: set[asyncio.Task[Any]] = field(default_factory=set)
     inside: int = 0
-    """Number of requests that are read or answered now."""
+    """Number of requests that are read or answered now, streams included."""
     failed: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
     """Fails when the episode cannot go on."""
 
@@ -117,8 +117,7 @@ class _Session:
         if self.recorder.counts.total() >= MOST_REFUSED:
             sentence = f"{MOST_REFUSED} requests of this episode were refused: end the agent."
             raise Refused(sentence, status=429, code="too_many_refused")
-        # A stream is answered after its request has been handled.
-        if max(self.inside, len(self.running)) >= MOST_AT_ONCE:
+        if self.inside >= MOST_AT_ONCE:
             sentence = f"{MOST_AT_ONCE} requests of this episode are answered already: wait for one of them."
             raise Refused(sentence, status=429, code="too_many_requests")
         self.inside += 1
@@ -126,6 +125,22 @@ class _Session:
             yield
         finally:
             self.inside -= 1
+
+    def run(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        """Start `work`, which is cancelled if the session ends before it."""
+        task = asyncio.ensure_future(work)
+        self.running.add(task)
+        task.add_done_callback(self.running.discard)
+        return task
+
+    def stream(self, reply: asyncio.Task[Reply]) -> None:
+        """Count a request as inside until its reply is complete, also after its response has begun."""
+
+        def leave(_: object) -> None:
+            self.inside -= 1
+
+        self.inside += 1
+        reply.add_done_callback(leave)
 
     def fail(self, error: BaseException) -> None:
         """End the episode with `error`."""
@@ -269,7 +284,7 @@ class Gateway:
             asked = parsed(form, body, recorder.codec, recorder.sampling, ignore_sampling=ignores)
             if asked.streams:
                 return await _streamed(request, asked, session)
-            reply = await _unless_gone(request, session, _reply(asked, session, None))
+            reply = await _unless_gone(request, session.run(_reply(asked, session, None)))
             return _json(asked.written(reply))
 
         return self._guarded(answer, form)
@@ -311,7 +326,7 @@ class Gateway:
         if not session.tools.searches:
             raise Refused("The run has no search: search.enabled=false.", status=404, code="unsupported")
         try:
-            result = await _unless_gone(request, session, session.tools.search(query))
+            result = await _unless_gone(request, session.run(session.tools.search(query)))
         except SearchFailed as failure:
             session.fail(failure)
             raise Refused(
@@ -336,11 +351,9 @@ async def _reply(asked: Format, session: _Session, on_text: Callable[[str], None
     return reply
 
 
-async def _unless_gone(request: Request, session: _Session, work: Coroutine[Any, Any, T]) -> T:
-    """Return the result of `work`; cancel it if the client disconnects. Raises Refused then, and if the session ends."""
-    task = asyncio.ensure_future(work)
+async def _unless_gone(request: Request, task: asyncio.Task[T]) -> T:
+    """Return the result of `task`; cancel it if the client disconnects. Raises Refused then, and if the session ends."""
     gone = asyncio.ensure_future(_disconnected(request))
-    session.running.add(task)
     try:
         await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
@@ -348,24 +361,22 @@ async def _unless_gone(request: Request, session: _Session, work: Coroutine[Any,
         return _result(task)
     finally:
         gone.cancel()
-        session.running.discard(task)
         await _gone(task)
 
 
 async def _streamed(request: Request, asked: Format, session: _Session) -> Response:
     """Return the answer as events. The response begins with the first text, so that a refusal still has its status."""
     texts: asyncio.Queue[str | None] = asyncio.Queue()
-    task = asyncio.ensure_future(_reply(asked, session, texts.put_nowait))
+    task = session.run(_reply(asked, session, texts.put_nowait))
     task.add_done_callback(lambda _: texts.put_nowait(None))
-    session.running.add(task)
-    task.add_done_callback(session.running.discard)
     try:
-        first = await _unless_gone(request, session, texts.get())
+        first = await _unless_gone(request, asyncio.ensure_future(texts.get()))
         if first is None and (task.cancelled() or task.exception() is not None):
             _result(task)
     except BaseException:
         await _gone(task)
         raise
+    session.stream(task)
     return EventStream(_events(asked, session, task, first, texts))
 
 
