@@ -19,12 +19,13 @@ from tests.support.paths import PROJECT
 
 LIMIT_S = 300
 SUPERVISOR = """
-import signal, sys
-from rlsys.apps.running import supervise
+import functools, signal, sys
+from rlsys.apps import running
 from rlsys.config.schema import ClusterConfig
 from rlsys.observe.faults import Restarts
 signal.signal(signal.SIGINT, signal.default_int_handler)  # A shell's background job ignores it.
-sys.exit(supervise([sys.executable, "-c", sys.argv[1], *sys.argv[2:]], Restarts(ClusterConfig(restarts=2)), print))
+running.end = functools.partial(running.end, timeout_s=0.1)
+sys.exit(running.supervise([sys.executable, "-c", sys.argv[1], *sys.argv[2:]], Restarts(ClusterConfig(restarts=2)), print))
 """
 """Runs the Python code of its first argument, at most three times."""
 RUN = """
