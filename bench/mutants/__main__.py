@@ -3,8 +3,8 @@
     python -m bench.mutants [--only stale-by-one] [--jobs 2]
 
 A mutant of `bench/mutants/<room>.toml` replaces `old` by `new` in `file` in a copy of the project. Its `tests`, without
-the slow ones, then run on that copy. The command prints a table, writes outputs/bench/mutants.json, and exits with 1 if
-a mutant survives.
+the slow ones, then run on that copy. A mutant whose tests do not end is caught: its fault hangs them. The command
+prints a table, writes outputs/bench/mutants.json, and exits with 1 if a mutant survives or its tests cannot run.
 """
 
 from __future__ import annotations
@@ -13,15 +13,17 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import time
 import tomllib
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from tempfile import TemporaryDirectory, TemporaryFile
 from typing import Annotated
 
 import typer
@@ -32,6 +34,7 @@ PROJECT = Path(__file__).resolve().parents[2]
 RESULT = Path("outputs/bench/mutants.json")
 TEST_S, TIMEOUT_S = 60, 300
 """Time limit of one test, with which the table names a test that hangs; time limit of all tests of a mutant."""
+HANGS = "the fault hangs the tests"
 _FAILED = re.compile(r"^(?:FAILED|ERROR) (\S+)", re.MULTILINE)
 
 
@@ -66,8 +69,10 @@ class Verdict:
     name: str
     rule: str
     caught_by: str
-    """First test that failed; empty for a mutant that survived."""
+    """First test that failed, or `HANGS`; empty for a mutant that survived."""
     seconds: float
+    error: str = ""
+    """Why the tests could not run; such a mutant has neither been caught nor survived."""
 
 
 def mutants() -> list[Mutant]:
@@ -80,7 +85,7 @@ def mutants() -> list[Mutant]:
 
 
 def judge(mutant: Mutant) -> Verdict:
-    """Run the mutant's tests on a copy of the project with the fault."""
+    """Run the mutant's tests on a copy of the project with the fault. Raises ValueError as `plant` does."""
     with TemporaryDirectory(prefix="mutant-") as scratch:
         copy = Path(scratch)
         listed = subprocess.run(["git", "ls-files", "-z"], cwd=PROJECT, capture_output=True, text=True, check=True)
@@ -94,26 +99,40 @@ def judge(mutant: Mutant) -> Verdict:
         begun = time.monotonic()
         command = [sys.executable, "-m", "pytest", "-x", "-m", "not slow", "-p", "no:cacheprovider"]
         command += [f"--timeout={TEST_S}", *mutant.tests]
-        caught = first_failure(command, copy)
-        return Verdict(mutant.room, mutant.name, mutant.rule, caught, round(time.monotonic() - begun, 1))
+        caught = error = ""
+        try:
+            caught = first_failure(command, copy)
+        except RuntimeError as problem:
+            error = str(problem)
+        return Verdict(mutant.room, mutant.name, mutant.rule, caught, round(time.monotonic() - begun, 1), error)
 
 
-def first_failure(command: Sequence[str], folder: Path) -> str:
-    """Return the first test that fails; empty if all pass. Raises RuntimeError if pytest itself could not run."""
+def first_failure(command: Sequence[str], folder: Path, timeout_s: float = TIMEOUT_S) -> str:
+    """Return the first test that fails, `HANGS` if they do not end in time, and an empty text if all pass.
+
+    Raises RuntimeError if pytest itself could not run.
+    """
     environment = os.environ | {"PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
-    try:
-        done = subprocess.run(
-            command, cwd=folder, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
+    # What the tests leave behind may hold a pipe open, but not a file.
+    with TemporaryFile("w+") as said:
+        process = subprocess.Popen(
+            command, cwd=folder, env=environment, stdout=said, stderr=said, start_new_session=True
         )
-    except subprocess.TimeoutExpired as error:
-        raise RuntimeError(f"{' '.join(command)} did not end within {TIMEOUT_S} s.") from error
-    if done.returncode == 0:
+        try:
+            status = process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            return HANGS
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        said.seek(0)
+        text = said.read()
+    if status == 0:
         return ""
-    failed = _FAILED.search(done.stdout)
-    if done.returncode not in (1, 2) or failed is None:
-        raise RuntimeError(
-            f"{' '.join(command)} exited with {done.returncode}: {done.stdout[-1000:]}{done.stderr[-1000:]}"
-        )
+    failed = _FAILED.search(text)
+    if status not in (1, 2) or failed is None:
+        raise RuntimeError(f"{' '.join(command)} exited with {status}: {text[-2000:]}")
     return failed.group(1)
 
 
@@ -128,16 +147,23 @@ def main(
         verdicts = []
         for verdict in pool.map(judge, chosen):
             verdicts.append(verdict)
-            console.print(f"{verdict.room} {verdict.name}: {verdict.caught_by or 'SURVIVED'} ({verdict.seconds} s)")
+            said = verdict.error or verdict.caught_by or "SURVIVED"
+            console.print(f"{verdict.room} {verdict.name}: {said} ({verdict.seconds} s)", markup=False)
     table = Table("room", "mutant", "first test that fails", "s")
     for one in verdicts:
-        table.add_row(one.room, one.name, one.caught_by or "[red]survived", f"{one.seconds:.0f}")
+        said = "[red]the tests could not run" if one.error else one.caught_by or "[red]survived"
+        table.add_row(one.room, one.name, said, f"{one.seconds:.0f}")
     console.print(table)
-    survivors = [one.name for one in verdicts if not one.caught_by]
+    caught = [one.name for one in verdicts if one.caught_by]
+    failed = [one.name for one in verdicts if one.error]
+    survivors = [one.name for one in verdicts if not (one.caught_by or one.error)]
+    found = {"survivors": survivors, "failed": failed, "verdicts": [asdict(one) for one in verdicts]}
     RESULT.parent.mkdir(parents=True, exist_ok=True)
-    RESULT.write_text(json.dumps({"survivors": survivors, "verdicts": [asdict(one) for one in verdicts]}, indent=1))
-    console.print(f"{len(verdicts) - len(survivors)} of {len(verdicts)} mutants are caught; written to {RESULT}")
-    raise SystemExit(1 if survivors else 0)
+    RESULT.write_text(json.dumps(found, indent=1))
+    console.print(f"{len(caught)} of {len(verdicts)} mutants are caught; written to {RESULT}")
+    if failed:
+        console.print(f"The tests of {len(failed)} mutants could not run: {', '.join(failed)}")
+    raise SystemExit(1 if survivors or failed else 0)
 
 
 if __name__ == "__main__":
