@@ -212,16 +212,6 @@ TestMembersAndRouter = MembersAndRouter.TestCase
 TestMembersAndRouter.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
 
 
-def test_snapshot_does_not_change() -> None:
-    first = Members.first(2)
-    after = first.suspect(first.of_engine[0]).remove(first.of_engine[1], returns=True)
-    assert [one.standing for one in first.of_engine.values()] == [Standing.serving] * 2
-    assert [(one.life, one.standing) for one in after.of_engine.values()] == [
-        (0, Standing.suspect),
-        (2, Standing.starting),
-    ]
-
-
 def test_members_of_a_run_that_goes_back_have_no_version_and_start_again_unless_they_live() -> None:
     """Engine 0 lives at version 4, engine 1 is being started again, engine 2 was given up."""
     members = Members.first(3).raise_to(4)

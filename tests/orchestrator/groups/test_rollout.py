@@ -50,17 +50,6 @@ def test_key_goes_to_the_least_loaded_engine_and_survives_one_death() -> None:
         assign("e")
 
 
-@virtually
-async def test_every_living_engine_opens_its_own_transport() -> None:
-    engines = Engines(3)
-    group, _ = make(engines)
-    engines.die(1)
-    await group.load_bucket(1)
-    assert tuple(group.living) == (0, 2)
-    await group.open_transport({0: "a", 2: "b"})
-    assert [engines.ranks[index].log[-1] for index in (0, 2)] == [("open_transport", (spec,)) for spec in ("a", "b")]
-
-
 @pytest.mark.parametrize(("takes", "until"), [(3.0, 8.0), (NEVER, 5.0 + ABORT_TIMEOUT_S)])
 @virtually
 async def test_cancelled_group_is_aborted_on_its_engine_before_its_slot_is_free(takes: float, until: float) -> None:

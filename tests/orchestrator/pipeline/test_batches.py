@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from numpy.testing import assert_array_equal
 
 from rlsys.config.schema import ParallelConfig
 from rlsys.data.trajectory import Sample
@@ -118,13 +117,6 @@ def test_context_parallel_ranks_share_all_tokens_and_work_equally(cp: int, sizes
     assert all((np.diff(share) > 0).all() for share in shares)
 
 
-def test_context_parallel_rank_has_an_early_and_a_late_chunk_of_every_sequence() -> None:
-    assert_array_equal(columns_of([0, 8, 12], cp=2, rank=0), [0, 1, 6, 7, 8, 11])
-    assert_array_equal(columns_of([0, 8, 12], cp=2, rank=1), [2, 3, 4, 5, 9, 10])
-    with pytest.raises(ValueError, match=r"\[8, 6\]"):
-        columns_of([0, 8, 14], cp=2, rank=0)
-
-
 LENGTHS = (9, 7, 5, 5, 3, 2, 2)
 
 
@@ -166,15 +158,6 @@ def test_every_sample_is_dealt_once_in_rows_that_ranks_can_cut(
 def test_enough_means_a_sample_for_every_stage_of_every_rank() -> None:
     sharder = BatchSharder(ParallelConfig(pp=2), processes=4, budget_tokens=100, pad_id=0, packed=True)
     assert [sharder.fills_micro_batches(samples(*[5] * count)) for count in range(6)] == [False] * 4 + [True] * 2
-
-
-def test_rank_without_a_sample_gets_an_empty_micro_batch() -> None:
-    sharder = BatchSharder(ParallelConfig(), processes=2, budget_tokens=100, pad_id=7, packed=True)
-    plan, batches = sharder.shard(samples(4))
-    assert plan == [[[0]], [[]]]
-    assert [len(of_rank) for of_rank in batches] == [1, 1]
-    assert batches[1][0].trained_tokens == 0
-    assert np.all(batches[1][0].tokens == 7)
 
 
 def test_load_counts_padding_to_the_longest_row() -> None:

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.testing import assert_allclose, assert_array_equal
@@ -20,7 +18,6 @@ from rlsys.data.trajectory import Branch, Group, Sample, TopkLogprobs
 from rlsys.orchestrator.pipeline.grouping import finish
 from rlsys.orchestrator.pipeline.step_metrics import step_metrics, training_flops
 from rlsys.trainer.batches import BatchSharder, joined_branches, sequences_of
-from rlsys.weights.checkpoint.state_file import load_values, save_values
 from rlsys.weights.flops import Flops
 from tests.support.trajectories import question, rewarded, sample, trajectory
 
@@ -117,17 +114,3 @@ def test_metrics_count_branches_and_their_tokens_by_cause() -> None:
     assert "gateway/branches/mean" not in step_metrics(
         [replace(plain[0], samples=plain[0].samples[:1])], 0, AlgorithmConfig().correction, "answer"
     )
-
-
-def test_branches_and_the_reward_of_an_agent_are_resumed(tmp_path: Path) -> None:
-    one = replace(episode([[False, True], [False, True]]).trajectory, agent_reward=0.5)
-    save_values(tmp_path / "one", one)
-    loaded = load_values(tmp_path / "one", type(one))
-    assert (loaded.branches, loaded.agent_reward) == (one.branches, 0.5)
-
-
-@pytest.mark.parametrize("name", ["branches", "agent_reward"])
-def test_trajectory_of_an_older_checkpoint_has_one_branch(name: str) -> None:
-    (added,) = [field for field in trajectory().__dataclass_fields__.values() if field.name == name]
-    assert added.metadata == {"added later": True}
-    assert trajectory().branches == (Branch(0),)

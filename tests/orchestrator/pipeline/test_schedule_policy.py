@@ -87,21 +87,6 @@ def test_refusal_is_a_stall_only_if_nothing_can_change_it() -> None:
     assert "my.Held" in str(caught.value)
 
 
-def test_earliest_first_is_the_most_stale_first_and_counts_the_wait() -> None:
-    """With k = 3 and at most one step of waiting: the group that has waited goes before a staler one that has not."""
-    scheduler = StalenessScheduler(1, max_staleness=3, max_wait=1, oversample=4)
-    rolling = scheduler.admit(question(1))
-    waiting, trained = ready(scheduler, 2), ready(scheduler, 3)
-    scheduler.take(trained)
-    scheduler.close_step()
-    scheduler.publish(1)
-    fresh = ready(scheduler, 4)
-    assert scheduler.finish_rolling(rolling, 0, has_spread=True) is None
-    order = sorted([fresh, rolling, waiting], key=scheduler.priority)
-    assert order == [waiting, rolling, fresh]
-    assert [group.last_step for group in order] == [1, 2, 2]
-
-
 def test_wait_goes_on_after_a_resume() -> None:
     """Of three ready groups, one is trained; the others have waited a step when the run is saved."""
 

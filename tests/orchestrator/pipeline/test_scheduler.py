@@ -22,17 +22,6 @@ def test_spare_groups_are_rounded_up_from_the_exact_decimal(groups: int, oversam
     assert StalenessScheduler(groups, 0, oversample).spare == spare
 
 
-def test_stale_group_that_was_not_dropped_cannot_be_taken() -> None:
-    scheduler = StalenessScheduler(groups_per_step=1, max_staleness=0, oversample=2)
-    first, second = scheduler.admit(question(1)), scheduler.admit(question(2))
-    for group in (second, first):
-        assert scheduler.finish_rolling(group, None, has_spread=True) is None
-    scheduler.take(first)
-    scheduler.close_step()
-    with pytest.raises(RuntimeError):
-        scheduler.take(second)
-
-
 @dataclass(eq=False)
 class ModelGroup:
     """A prompt group in the model."""

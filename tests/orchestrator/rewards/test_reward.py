@@ -43,13 +43,6 @@ async def test_reward_falls_on_the_turn_that_earned_it(said: tuple[Said, ...], t
     assert result.reward == pytest.approx(sum(turn_rewards))
 
 
-async def test_user_defined_term_counts_beside_built_in_ones() -> None:
-    config = terms(**{"exact_match": 1.0, "tests.orchestrator.rewards.own_terms.per_turn": 0.5})
-    result = await scored(config, episode(SEARCH, SEARCH, RIGHT))
-    assert result.turn_rewards == (0.0, 0.5, 2.0)
-    assert result.parts["tests.orchestrator.rewards.own_terms.per_turn"] == 3.0
-
-
 async def test_equal_totals_are_bitwise_equal_rewards() -> None:
     """The sums differ in the last bit, which must not make a group look as if its rewards differed."""
     blind = (think("search", "Mali"), "nothing")
