@@ -5,36 +5,15 @@ from __future__ import annotations
 import pytest
 
 from rlsys.cluster.planning.memory import GIB, engine_weights_bytes, group_memory, kv_cache_tokens, kv_token_bytes
-from rlsys.config.compose import as_dict, differences, load_config, recorded
-from rlsys.config.schema import Dtype, RunConfig, SglangConfig, TransformersConfig
+from rlsys.config.schema import RunConfig, SglangConfig, TransformersConfig
 from rlsys.orchestrator.validate import find_problems
 from rlsys.rollout.kinds import engine_class
 from rlsys.weights.weight_map import read_architecture
 from tests.support.composed import composed
-from tests.support.refusals import refused
 
 
 def config_of(*settings: str) -> RunConfig:
     return composed(*settings)
-
-
-def test_another_kind_keeps_the_common_keys_and_drops_those_of_sglang() -> None:
-    assert isinstance(config_of().rollout.engine, SglangConfig)
-    engine = config_of("rollout.engine=transformers").rollout.engine
-    assert engine == TransformersConfig(dtype=Dtype.float32, max_running=64, stall_timeout_s=120.0)
-    with refused("conflict", "rollout.engine.kv_cache_tokens"):
-        load_config("searchr1_tiny_cpu", ["rollout.engine=transformers", "rollout.engine.kv_cache_tokens=5"])
-    with refused("unknown", "rollout.engine.kind"):
-        config_of("rollout.engine=vllm")
-
-
-def test_recorded_config_of_an_older_run_keeps_its_engine() -> None:
-    config = config_of("rollout.engine.memory_fraction=0.3")
-    before = as_dict(config)
-    assert recorded(before)["rollout"]["engine"] == before["rollout"]["engine"]
-    assert differences(before, config_of("rollout.engine=transformers")) == [], (
-        "an engine does not decide what is learnt"
-    )
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from rlsys.rollout.agent.recorder import Generation, TurnSampling
-from rlsys.rollout.transformers_process import Decoder, DecoderSpec, Server, draw
+from rlsys.rollout.transformers_process import Decoder, DecoderSpec, Server
 from tests.rollout.bench import greedy
 from tests.support.refusals import refused
 from tests.support.tensors import pack
@@ -93,20 +93,6 @@ def test_a_sample_depends_on_seed_version_and_request_but_not_on_the_batch() -> 
     assert said(batch=2) == said(batch=8) == alone
     assert said(8, seed=1) != alone
     assert said(8, version=1) != alone
-
-
-def test_a_draw_depends_on_seed_and_request_but_not_on_the_batch() -> None:
-    class Request:
-        def __init__(self, seed: int, temperature: float) -> None:
-            self.sampling, self.draws = TurnSampling(temperature), torch.Generator().manual_seed(seed)
-
-    logits = torch.randn(3, 50, generator=torch.Generator().manual_seed(0))
-    together, _ = draw(logits, [Request(1, 1.0), Request(2, 0.0), Request(3, 3.0)])
-    alone = [draw(logits[row : row + 1], [Request(row + 1, hot)])[0][0] for row, hot in enumerate((1.0, 0.0, 3.0))]
-    assert together == alone
-    assert together[1] == int(logits[1].argmax())
-    others = {draw(logits[:1], [Request(seed, 1.0)])[0][0] for seed in range(20)}
-    assert len(others) > 5
 
 
 def test_prefill_without_memory_fails_every_request(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,6 @@ import pytest
 from rlsys.config.schema import Device, OnUpdate, SyncMode
 from rlsys.data.trajectory import Trajectory
 from rlsys.errors import RunError
-from rlsys.rollout.interface import EngineCapabilities
 from rlsys.weights.transport import Bucket, BucketHandle, TransportSpec, pack_into
 from tests.rollout.bench import QUESTION, STOP, Bench, endless, greedy, greedy_by_transformers
 from tests.support import tiny
@@ -115,28 +114,6 @@ async def test_on_update_continue_switches_between_two_turns_of_a_group(
     new, total = await bench.stage(bench.second)
     flying = await hold_a_group(bench, samples=3)
     await bench.worker.finish_update(new, total)
-    bench.search.answering.set()
-    for trajectory in await flying:
-        assert trajectory.answer == "Lyon", "the second turn follows the new weights"
-        assert versions_of_turns(trajectory) == [{old}, {new}]
-
-
-async def test_group_of_an_engine_that_cannot_continue_turns_goes_on_with_its_next_turn(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The switch waits for the turn in flight of another request, and not for the group between its turns."""
-    monkeypatch.setattr(bench.rollout.sampling, "temperature", 0.0)
-    monkeypatch.setattr(bench.worker, "_on_update", OnUpdate["continue"])
-    monkeypatch.setattr(bench.engine._engine, "capabilities", EngineCapabilities(continues=False))
-    before = endless(bench.first, bench.words)
-    old = await bench.bring(before)
-    new, total = await bench.stage(bench.second)
-    flying, prompt = await hold_a_group(bench, samples=3), bench.encode("zzz")
-    turn = asyncio.create_task(bench.engine.generate(prompt, greedy(300), "turn"))
-    await bench.until_generating(requests=1, tokens=10)
-    await bench.worker.finish_update(new, total)
-    assert (await turn).versions == [old] * 300
-    assert (await turn).token_ids == greedy_by_transformers(before, prompt, 300)
     bench.search.answering.set()
     for trajectory in await flying:
         assert trajectory.answer == "Lyon", "the second turn follows the new weights"

@@ -6,7 +6,7 @@ import asyncio
 import pickle
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import fields, replace
+from dataclasses import fields
 from typing import Any
 
 import numpy as np
@@ -162,16 +162,3 @@ async def test_error_in_one_episode_ends_the_others_of_its_group() -> None:
     with pytest.raises(RunError):
         await group(Failing(ANSWERS, halt=(0, "say"))).play(asyncio.Semaphore(4), timeout_s=600)
     assert sorted(ended) == ["q#0.0", "q#2.0", "q#3.0"]
-
-
-async def test_progress_of_another_group_is_refused() -> None:
-    done = group(Script(ANSWERS))
-    await done.play(asyncio.Semaphore(4), timeout_s=600)
-    zero, *_, three = done.trajectories()
-    halting = Script(ANSWERS, halt=(1, "say"))
-    partial = await interrupted(halting, tools_of(halting, task()), None)
-    assert partial is not None
-    others = [replace(one, question_uid="r") for one in (zero, partial)]
-    for begun in ([replace(three, sample=4)], [zero, zero], others[:1], others[1:]):
-        with pytest.raises(ValueError, match=r"question q|none of q"):
-            group(Script(ANSWERS), begun=begun)

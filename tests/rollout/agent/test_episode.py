@@ -74,15 +74,6 @@ def test_episode_calls_several_tools_and_the_search(mode: TokenMode) -> None:
     assert script.stops == {("</search>", "</answer>", "</calculator>", "</do>")}
 
 
-def test_last_generation_may_not_act() -> None:
-    script = Script(["<search>a</search>", "hm", "<search>c</search>"])
-    trajectory = run(script, task(max_turns=2))
-    assert trajectory.finish is Finish.TURN_LIMIT
-    assert [turn.action for turn in trajectory.turns] == [Action.SEARCH, Action.INVALID, Action.SEARCH]
-    assert [turn.observation for turn in trajectory.turns[1:]] == [SearchR1Agent().invalid_message, ""]
-    assert (script.queries, trajectory.searches, trajectory.answer) == (["a"], 1, None)
-
-
 def test_call_without_room_for_its_answer_is_not_made() -> None:
     said = "<do>a</do>"
     room = len(CODEC.encode(QUESTION.prompt + said)) + 3

@@ -128,22 +128,3 @@ async def test_limits_and_aborts_end_the_episode() -> None:
         with pytest.raises(EpisodeOver):
             recorder.observe("b" * 2000)
         assert (recorder.turns[0].observation, recorder.progress()) == ("", None)
-
-
-async def test_turn_is_observed_once_and_further_calls_follow_in_time() -> None:
-    recorder = Recorder(QUESTION, 3, Engine([Said([5], [0], None, [])] * 2), CODEC, CONFIG, DRAWN)
-    with pytest.raises(ValueError, match="observation"):
-        recorder.observe("a")
-    recorder.begin("a")
-    with pytest.raises(ValueError, match="begun"):
-        recorder.begin("b")
-    await recorder.generate(whole)
-    assert recorder.progress() is None
-    recorder.observe("a", ToolResult("", "", 3.0), [FurtherCall(NOTHING, "b", ToolResult("", "late", 2.0))] * 2)
-    with pytest.raises(ValueError, match="observation"):
-        recorder.observe("a")
-    first, second, third = recorder.turns
-    assert (second.began_ns - first.began_ns) / 1e9 == pytest.approx(first.generate_s + 3.0)
-    assert (third.began_ns - second.began_ns) / 1e9 == pytest.approx(2.0)
-    assert [(turn.tool_s, turn.tool_error) for turn in recorder.turns] == [(3.0, ""), (2.0, "late"), (2.0, "late")]
-    assert recorder.generations == 1

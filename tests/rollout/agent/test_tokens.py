@@ -104,26 +104,6 @@ def test_log_prob_is_kept_exactly_where_the_engine_saw_the_same_prefix(
 
 
 @settings(max_examples=50)
-@given(TEXTS, episodes(), st.booleans())
-def test_append_trains_the_sampled_tokens_with_their_versions(prompt: str, turns: list[Said], eos: bool) -> None:
-    record, _ = play(TokenMode.append, prompt, turns, eos)
-    tokens = CODEC.encode(prompt)
-    turn_of_token = [-1] * len(tokens)
-    of_token = [-1] * len(tokens)
-    for number, (output, versions, observation) in enumerate(turns):
-        seen = CODEC.encode(observation)
-        tokens += [*output, *seen]
-        turn_of_token += [number] * len(output) + [-1] * len(seen)
-        of_token += [*versions, *[-1] * len(seen)]
-    assert record.tokens.tolist() == tokens + [CODEC.eos_id] * eos
-    assert record.turn_of_token.tolist() == turn_of_token + [len(turns) - 1] * eos
-    assert record.versions.tolist() == of_token + [-1] * eos
-    assert record.loss_mask.tolist() == [turn >= 0 for turn in record.turn_of_token]
-    assert record.tokens_differing == 0
-    assert not np.isnan(record.rollout_logprobs[record.versions >= 0]).any()
-
-
-@settings(max_examples=50)
 @given(TEXTS, episodes())
 def test_retokenize_trains_tokens_of_a_single_turn_with_no_version_later_than_the_true_one(
     prompt: str, turns: list[Said]

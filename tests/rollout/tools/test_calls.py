@@ -15,7 +15,7 @@ from rlsys.errors import RunError
 from rlsys.rollout.agent.episode import EpisodeGroup, EpisodeTools, run_episode
 from rlsys.rollout.agent.recorder import Generation, TurnSampling
 from rlsys.rollout.tools import calls
-from rlsys.rollout.tools.calls import Toolbox, ToolResult, render_result
+from rlsys.rollout.tools.calls import Toolbox
 from rlsys.rollout.tools.interface import EpisodeFacts
 from rlsys.search.web.loop import LoopThread
 from tests.extensions.tool_toys import Blocking, Counting, Faulty
@@ -169,22 +169,3 @@ async def test_tool_that_blocks_delays_no_episode_and_no_other_tool(
     await all_closed(tool, 1)
     assert [state.closed for state in tool.states] == [1]
     tools.close()
-
-
-async def test_seconds_of_a_call_are_counted_beside_the_search() -> None:
-    tool, script = Counting(label="at"), Script(["<count>a</count>", "<search>b</search>", "<answer>c</answer>"])
-    played = await run_episode(QUESTION, 0, episodes(tool, script), DRAWN)
-    assert [(turn.tool, turn.action.value) for turn in played.turns] == [
-        ("counting", "tool"),
-        ("", "search"),
-        ("", "answer"),
-    ]
-    assert [turn.tool_s > 0 for turn in played.turns] == [True, True, False]
-    assert (played.tool_calls, played.searches) == (1, 1)
-
-
-def test_result_is_read_as_text_or_as_an_error() -> None:
-    assert render_result(ToolResult("x")) == render_result(ToolResult("x"), "echo") == "x"
-    assert render_result(ToolResult("x", "late")) == "Search failed: late"
-    assert render_result(ToolResult("", "late"), "echo") == "echo failed: late"
-    assert render_result(ToolResult(""), "echo") == "No result."
