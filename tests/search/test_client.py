@@ -59,12 +59,6 @@ async def test_no_search_is_lost_when_a_server_is_killed_and_restarted(tmp_path:
     assert alone.counts.retries > 0
 
 
-# ---- malformed answers
-
-
-# ---- settings
-
-
 @pytest.mark.parametrize(
     ("urls", "code", "key"),
     [

@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
-import torch
 
 from rlsys.errors import RunError
 from rlsys.search.encoders.encoder import Encoder
@@ -84,12 +83,3 @@ def test_two_processes_give_the_same_vectors_and_a_killed_one_ends_the_work() ->
             list(results)
         assert second.is_running()
     assert not second.is_running()
-
-
-def test_one_worker_runs_in_this_process_and_gpus_are_assigned_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
-    before = encoder_workers()
-    with EncoderPool(EncoderSpec("minilm"), 1) as pool:
-        assert [number for number, _ in pool.map(CHUNKS[:3])] == [0, 1, 2]
-        assert encoder_workers() == before
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    assert EncoderPool(EncoderSpec("minilm", device="cuda"), 3).devices == ["cuda:0", "cuda:1", "cuda:0"]

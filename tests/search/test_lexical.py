@@ -71,12 +71,6 @@ def copy(bm25_dir: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(bm25_dir, tmp_path / "copy"))
 
 
-def test_a_score_computed_by_hand(tmp_path: Path) -> None:
-    retriever = make(tmp_path, ["cat cat dog", "dog", "bird bird"], k1=1.2, b=0.75)
-    idf = math.log(1 + (3 - 1 + 0.5) / (1 + 0.5))
-    assert search(retriever, "The cat?") == [(0, pytest.approx(idf * 2 / (2 + 1.2 * (0.25 + 0.75 * 3 / 2))))]
-
-
 def test_bm25s_opens_the_postings_and_agrees(bm25_dir: Path, queries: list[str]) -> None:
     retriever = LexicalRetriever.open(bm25_dir)
     theirs = bm25s.BM25.load(bm25_dir / "postings", mmap=True, show_progress=False)

@@ -97,11 +97,6 @@ async def test_token_is_required_and_without_pages_only_search_is_offered() -> N
             assert (await said(client, "search", query="Mali"))[0].count("Mali") == 2
 
 
-def test_server_without_the_flag_has_no_such_route() -> None:
-    with serving(create_app(Gated(), 2)) as address:
-        assert requests.post(f"{address}/mcp", json={}, timeout=60).status_code == 404
-
-
 async def test_command_serves_stdio() -> None:
     command = StdioServerParameters(
         cwd=PROJECT, command=sys.executable, args=["-m", "tests.search.gated_server", "at-once", "--mcp-stdio"]
