@@ -136,12 +136,6 @@ def infinite(episodes):
 def failing(episodes):
     return 1 / 0
 
-def kl_sum(logprobs, ref_logprobs):
-    return (logprobs - ref_logprobs).sum()
-
-def relative(logprobs, ref_logprobs):
-    return (logprobs - ref_logprobs) / (logprobs - logprobs.detach())
-
 number = 3
 """
 
@@ -286,15 +280,6 @@ def test_loss_may_be_anything_at_untrained_tokens(own: Own) -> None:
     assert logprobs.grad[0].tolist() == [-1.0, 1.0, 0.0]
 
 
-@pytest.mark.parametrize("name", ["kl_sum", "relative"])
-def test_kl_estimator_that_fails_is_named(own: Own, name: str) -> None:
-    loss = policy_loss(own(f"algorithm.kl_estimator=toys.{name}").algorithm)
-    logprobs, inputs = batch([1.0, -2.0])
-    with pytest.raises(UserError, match=f"toys.{name} ") as caught:
-        loss(logprobs, None, inputs)
-    assert caught.value.key == "algorithm.kl_estimator.kind"
-
-
 def group(*rewards: float) -> Group:
     """Return a scored group of episodes with a prompt token and two trained tokens."""
     one = trajectory(range(3), [False, True, True])
@@ -348,19 +333,6 @@ def test_advantage_estimator_that_fails_is_named(own: Own, name: str) -> None:
     with pytest.raises(UserError, match=f"toys.{name} ") as caught:
         finish(group(0.0, 1.0), config, KlController(0.0))
     assert (caught.value.code, caught.value.key) == ("user_code", "algorithm.advantage.kind")
-
-
-@pytest.mark.parametrize(
-    ("kind", "settings"),
-    [
-        ("policy_loss", "policy_loss.parabola"),
-        ("advantage", "advantage.above_median"),
-        ("kl_estimator", "kl_estimator.bounded_k2"),
-    ],
-)
-def test_examples_are_accepted_by_their_names(own: Own, kind: str, settings: str) -> None:
-    config = own(f"algorithm.{kind}=examples.extend.{settings}")
-    assert list(algorithm_problems(config)) == []
 
 
 def test_examples_compute_what_they_say(own: Own) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,19 +16,11 @@ from rlsys.algorithms import optimizers
 from rlsys.algorithms.kl import KlController
 from rlsys.algorithms.losses import Stats, policy_loss
 from rlsys.data.trajectory import Finish
-from rlsys.errors import RunError
-from rlsys.observe.trackers import OwnMetrics
 from rlsys.orchestrator.pipeline.grouping import finish
-from rlsys.orchestrator.pipeline.schedule_policy import ReadyGroup, make_policy
-from rlsys.orchestrator.validate import find_problems
 from rlsys.rollout.agent.episode import EpisodeTools, run_episode
-from rlsys.search.index.backend import BackendRetriever
-from rlsys.search.index.make import make_index, recipe
 from tests.extensions.hanging_toys import RELEASED
 from tests.extensions.optimizer_toys import Descent
-from tests.extensions.search_toys import Letters
 from tests.extensions.test_algorithms import batch, group
-from tests.extensions.test_reward import SEARCHES, score
 from tests.rollout.agent.scripted import CODEC, DRAWN, QUESTION, Script
 from tests.support.composed import composed
 from tests.support.refusals import refused
@@ -68,10 +59,6 @@ def steep(logprobs: Tensor, inputs: Any) -> Tensor:  # noqa: ARG001
 
 def constant(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
     return (logprobs - ref_logprobs).square().detach()
-
-
-def above_one(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
-    return (logprobs - ref_logprobs).square() + 1.0
 
 
 def of_a_group(component: str) -> None:
@@ -113,59 +100,6 @@ def test_result_that_cannot_be_trained_is_named(key: str, call: Callable[[str], 
     assert "\n" not in str(caught.value)
 
 
-def test_divergence_counts_at_trained_tokens_alone() -> None:
-    _, inputs = batch([1.0, -2.0])
-    logprobs, _ = batch([1.0, -2.0])
-    assert inputs.ref_logprobs is not None
-    squares = (logprobs - inputs.ref_logprobs).detach()[0, :2].square()
-    assert float(of_a_divergence(f"{HERE}.above_one")["kl"]) == pytest.approx(2.0 + float(squares.sum()), rel=1e-5)
-
-
-def number_with_gradient(*_arguments: Any) -> Any:
-    return torch.tensor(1.0, requires_grad=True)
-
-
-def number_too_large(*_arguments: Any) -> Any:
-    return 10**400
-
-
-class BrokenMapping(dict[str, float]):
-    def items(self) -> Any:
-        raise LookupError("no items")
-
-
-def mapping(*_arguments: Any) -> Any:
-    return BrokenMapping(a=1.0)
-
-
-@pytest.mark.parametrize("name", ["number_with_gradient", "number_too_large"])
-def test_reward_that_is_no_number_is_named(name: str) -> None:
-    with refused("user_code", f"reward.terms.{HERE}.{name}"):
-        score(composed(f"reward.terms={{{HERE}.{name}: 1}}").reward, *SEARCHES)
-
-
-def test_metrics_without_a_number_are_left_out(caplog: pytest.LogCaptureFixture) -> None:
-    names = ("number_too_large", "mapping", "exits")
-    config = composed(f"tracking.metrics=[{','.join(f'{HERE}.{one}' for one in names)}]")
-    with caplog.at_level(logging.WARNING):
-        assert OwnMetrics(config.tracking.metrics).of([]) == {}
-    assert [one.args[0] for one in caplog.records if isinstance(one.args, tuple)] == [f"own/{name}" for name in names]
-
-
-class RanksTooHigh:
-    def may_admit(self, view: Any) -> bool:
-        return bool(view)
-
-    def priority(self, group: Any) -> Any:  # noqa: ARG002
-        return 10**400
-
-
-def test_priority_that_is_too_large_is_named() -> None:
-    policy = make_policy(composed(f"trainer.schedule={HERE}.RanksTooHigh"))
-    with refused("user_code", "trainer.schedule.kind"):
-        policy.priority(ReadyGroup(0, QUESTION, oldest=0, ready_since=0, last_step=1))
-
-
 async def leaves(question: Any, tools: Any, recorder: Any) -> Finish:  # noqa: ARG001
     raise SystemExit(3)
 
@@ -174,19 +108,6 @@ def test_agent_that_exits_is_named() -> None:
     config, script = composed(f"task.agent={HERE}.leaves").task, Script(["one"])
     with refused("user_code", "task.agent.kind"):
         asyncio.run(run_episode(QUESTION, 3, EpisodeTools(script, script, CODEC, config), DRAWN))
-
-
-class ExitsInSearch(Letters):
-    def search(self, queries: Any, topk: int) -> Any:  # noqa: ARG002
-        raise SystemExit(3)
-
-
-def test_search_that_exits_is_named(tmp_path: Path) -> None:
-    (tmp_path / "corpus.jsonl").write_text('{"id": "p0", "contents": "oak"}\n')
-    kind, out = f"{HERE}.ExitsInSearch", tmp_path / "index"
-    assert make_index(kind, tmp_path / "corpus.jsonl", out, recipe(kind, {}))
-    with pytest.raises(RunError, match=kind):
-        BackendRetriever.open(out, trusted=kind).find(["oak"], 1)
 
 
 class HangsInStep(Descent):
@@ -202,17 +123,6 @@ def test_optimiser_that_hangs_is_refused_before_the_start(monkeypatch: pytest.Mo
     assert "HangsInStep " in str(caught.value)
     RELEASED.set()
     RELEASED.clear()
-
-
-class Silent:
-    """Is no tool: it lacks `call`."""
-
-    name, tag, timeout_s, description = "silent", "silent", 1.0, "say nothing"
-
-
-def test_wrong_class_of_a_tool_has_the_code_of_user_code() -> None:
-    problems = find_problems(composed(f"task.tools=[{HERE}.Silent]"))
-    assert ("task.tools", "user_code") in {(one.key, one.code) for one in problems}
 
 
 def test_script_that_exits_when_it_is_imported_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -10,7 +9,6 @@ import pytest
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
-from examples.extend import family as example
 from rlsys.apps.cli.convert import app
 from rlsys.cluster.planning.resolve import make_plan
 from rlsys.config.schema import ParallelConfig
@@ -113,12 +111,6 @@ def test_function_that_does_not_fit_is_refused_before_the_start(
     assert [problem.code for problem in find_problems(config) if problem.key == "model.family"] == [code]
 
 
-def test_parameters_of_the_function_are_values_in_the_file(tmp_path: Path) -> None:
-    spec = layer_spec_of(own(tmp_path, f"{{kind: {TOYS}.asks_for, share: 1}}"))
-    assert spec is not None
-    assert vars(spec.settings) == {"kind": f"{TOYS}.asks_for", "share": 1.0}
-
-
 NORM = "decoder.layers.{layer}.self_attention.linear_proj.norm_after.weight"
 ADDED = f"tensors: {{'{NORM}': {{cut: whole, hf: {{'model.layers.{{layer}}.after.weight': [hidden]}}}}}}"
 WRONG: dict[str, tuple[str, Code, str]] = {
@@ -157,14 +149,3 @@ def test_wrong_layers_end_in_one_sentence_with_the_name_of_the_function_or_file(
     for toy, error in found.items():
         assert toy in str(error), "the name of the function, or of the file's folder"
         assert "\n" not in str(error)
-
-
-def test_example_works_once_it_is_copied(glm4: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    shutil.copy(example.__file__, tmp_path / "copied_family.py")
-    monkeypatch.syspath_prepend(tmp_path)
-    copied = tmp_path / "copied.yaml"
-    copied.write_text(Path(FAMILY).read_text().replace(example.__name__, "copied_family"))
-    spec = layer_spec_of(str(copied))
-    assert spec is not None
-    assert spec.settings.component.__module__ == "copied_family"
-    assert read_architecture(glm4, str(copied)).rotary_fraction == 0.5

@@ -9,7 +9,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from typer.testing import CliRunner
 
@@ -150,19 +149,6 @@ def test_index_of_a_run_is_checked_before_the_start(
     assert problems() == {("search.index", "unsupported")}
 
 
-def test_kind_that_nothing_knows_is_refused_with_the_list(built: Callable[..., Path], corpus: Path) -> None:
-    folder = built()
-    manifest = json.loads((folder / "manifest.json").read_text())
-    (folder / "manifest.json").write_text(json.dumps(manifest | {"kind": "sparse"}))
-    with refused("unsupported", folder) as caught:
-        open_retriever(folder)
-    with refused("unknown", "kind") as asked:
-        make_index("sparse", corpus, folder, recipe("sparse", {}))
-    for known in ("dense", "bm25", "hybrid", "opensearch", "package.module.attribute"):
-        assert known in str(caught.value)
-        assert known in str(asked.value)
-
-
 @pytest.mark.parametrize(
     ("toy", "settings", "code", "key"),
     [
@@ -214,20 +200,6 @@ async def test_wrong_result_is_an_error_that_names_the_backend(built: Callable[.
 def test_failing_search_is_an_error_that_names_the_backend(built: Callable[..., Path], toy: str) -> None:
     with pytest.raises(RunError, match=toy):
         open_retriever(built(toy), f"{TOYS}.{toy}").find(["a", "b"], 2)
-
-
-def test_changed_folder_is_refused(built: Callable[..., Path]) -> None:
-    folder = built()
-    manifest = json.loads((folder / "manifest.json").read_text())
-    spoilt: dict[Code, Any] = {"out_of_range": {"scale": -1}, "malformed": 3, "unknown": {"size": 1}}
-    for code, settings in spoilt.items():
-        (folder / "manifest.json").write_text(json.dumps(manifest | {"settings": settings}))
-        with refused(code):
-            open_retriever(folder, KIND)
-    (folder / "manifest.json").write_text(json.dumps(manifest))
-    np.save(folder / "files" / "letters.npy", np.zeros((2, 26), bool))
-    with refused("mismatch", "kind"):
-        open_retriever(folder, KIND)
 
 
 def test_example_works_once_it_is_copied(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

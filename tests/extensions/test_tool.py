@@ -65,11 +65,6 @@ def test_entry_that_names_no_usable_tool_is_refused(entry: str, code: Code, key:
         open_tools(task(f"[{entry}]"))
 
 
-def test_setting_out_of_its_bounds_is_a_problem_of_the_config() -> None:
-    with refused("out_of_range", "task.tools[0].by"):
-        composed(f"task.tools=[{{kind: {TOYS}.Counting, label: a, by: 0}}]")
-
-
 def test_record_of_an_older_run_names_the_same_tools() -> None:
     now = as_dict(composed(f"task.tools=[{CALCULATOR}]", "task.agent.allow_empty_query=true"))
     assert now["task"]["tools"] == [{"kind": CALCULATOR}]

@@ -35,9 +35,6 @@ class Rows:
 class Named(Rows):
     made, id = [], "mine"
 
-class Numbered(Rows):
-    made, id = [], 7
-
 class WithoutLog:
     def __init__(self, run_dir): ...
     def close(self): ...
@@ -106,13 +103,6 @@ def test_every_tracker_of_a_class_gets_every_row_under_a_name_of_its_own(folder:
 
     assert [rows.rows for rows in tracking_toys.Named.made] == [[("a", 1, 0.5)], [("b", 1, 0.5)]]
     assert trackers.ids == {"tracking_toys.Named": "mine", "tracking_toys.Named[1]": "mine"}
-
-
-def test_id_that_is_not_text_is_not_kept(folder: Path) -> None:
-    """A checkpoint saves ids as text."""
-    trackers = open_trackers(config_of(folder, "tracking.trackers=[tracking_toys.Numbered]").tracking, folder, {})
-    assert (list(trackers.others), trackers.ids) == (["tracking_toys.Numbered"], {})
-    trackers.close()
 
 
 def test_metrics_are_named_by_their_functions_and_one_that_fails_is_left_out(
