@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shutil
-import signal
 import subprocess
 import sys
-from math import inf, nan
 from pathlib import Path
 
 import psutil
@@ -19,29 +16,13 @@ from typer.testing import CliRunner
 
 import bench.gpu.__main__ as gpu
 from bench.gpu import colocated
-from bench.gpu.figures import SMALL, Figure, Outcome, Setting, at_most, compared, holds
-from bench.gpu.part import MODEL_LIMIT_S, PARTS, Part, read, run
+from bench.gpu.figures import SMALL, Figure, Outcome, Setting
+from bench.gpu.part import Part, read, run
 from rlsys.apps.cli.main import app
 from rlsys.config.schema import Device
-from scripts.memory_tables import gpu_experiments
 from tests.support.paths import PROJECT
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="it is about machines without a GPU")
-
-
-@pytest.mark.parametrize(("arguments", "code"), [([], "not_found"), (["--small", "--only", "hash,hsh"], "unknown")])
-def test_a_measurement_that_cannot_begin_is_refused_in_one_line(
-    arguments: list[str], code: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(sys, "argv", ["gpu", *arguments])
-    handler = signal.getsignal(signal.SIGTERM)
-    with pytest.raises(SystemExit) as refusal:
-        gpu.main()
-    assert signal.getsignal(signal.SIGTERM) is handler, "nothing was begun that a signal could end"
-    assert refusal.value.code == 2
-    said = capsys.readouterr().err
-    assert said.endswith(f"[{code}]\n")
-    assert said.count("\n") == 1
 
 
 _SCRIPTS = {
@@ -101,23 +82,6 @@ def report(folder: Path) -> dict[str, dict[str, dict[str, str]]]:
     return json.loads((folder / "outputs/bench/gpu-small.json").read_text())
 
 
-def test_a_check_that_is_not_a_number_is_not_met() -> None:
-    assert at_most("", nan, 1.0).met is False
-    assert at_most("", 1.0, 1.0).met is True
-    outcome = Outcome(
-        [at_most("a", nan, 1.0), holds("b", False), holds("c", True), compared("d", 3, "s", "e", 2, (0, 1))]
-    )
-    assert outcome.broken == ["a", "b"]
-    assert [row[2:] for row in gpu.rows({"part": outcome})] == [
-        ("nan", "", "at most 1", "FAILED"),
-        ("no", "", "yes", "FAILED"),
-        ("yes", "", "yes", "met"),
-        ("3 s", "1.5 x e", "ratio of at most 1", "missed"),
-    ]
-    assert [compared("", value, "", "", 1, (0.9, 1.1)).met for value in (0.8, 1.0, 1.2)] == [False, True, False]
-    assert compared("", 20, "", "", 1, (10, inf)).target == "ratio of at least 10"
-
-
 @pytest.mark.parametrize("name", ["logprobs", "hash", "nccl"])
 def test_parts_without_megatron_meet_their_checks(name: str, tmp_path: Path) -> None:
     run(Setting(name, SMALL, Device.cpu, tmp_path), tmp_path / "out")
@@ -128,12 +92,6 @@ def test_parts_without_megatron_meet_their_checks(name: str, tmp_path: Path) -> 
     assert all(
         figure.value > 0 for figure in figures if figure.unit in ("s", "GB/s") and isinstance(figure.value, float)
     )
-
-
-def test_parts_run_in_the_order_of_the_document_and_end_within_an_hour() -> None:
-    page = (PROJECT / "docs" / "benchmarks.md").read_text().partition("\n## One GPU\n")[2]
-    assert re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE) == list(PARTS)
-    assert sum(part.limit_s for part in PARTS.values()) + MODEL_LIMIT_S <= 3600
 
 
 def test_the_colocated_run_composes_fits_and_is_planned(tmp_path: Path) -> None:
@@ -148,40 +106,6 @@ def test_the_colocated_run_composes_fits_and_is_planned(tmp_path: Path) -> None:
     assert done.exit_code == 0, done.output
     plan = json.loads(done.stdout)
     assert (plan["batch"]["episodes_per_step"], plan["batch"]["updates"]) == (640, 2 * colocated.STEPS)
-
-
-ROW = {
-    **{"actor/grad_norm": 0.5, "engine/0/version": 2.0, "rollout/tokens_per_s": 9.0, "mfu/actor": 0.4},
-    **{"actor/first_ratio_dev_max": 0.01, "logprob/max_diff": 0.02, "time/step": 78.0},
-    **dict.fromkeys(colocated.STAGES.values(), 3.0),
-    **{"rollout/episodes": 640, "rollout/generated_tokens": 350 * 640},
-    **{"prompt_length/mean": 200.0, "response_length/mean": 1200.0},
-}
-"""Metrics of a step whose episodes have the tokens that docs/scale.md assumes."""
-
-
-def test_figures_of_the_colocated_run_are_read_from_its_metrics() -> None:
-    first = ROW | {"engine/0/version": 1.0, "actor/first_ratio_dev_max": 0.03, "time/training": 9.0}
-    found = {figure.name: figure for figure in colocated.figures([first, ROW])}
-    assert [figure.met for figure in found.values() if figure.required] == [True, True]
-    assert found["training"].value == 3.0, "the first step compiles kernels"
-    assert found["largest distance of a first ratio from 1"].value == 0.03
-    wrong = [
-        ([ROW], 0),
-        ([ROW | {"actor/grad_norm": 0.0}, ROW], 0),
-        ([first, first], 1),
-    ]
-    for rows, check in wrong:
-        assert [figure.met for figure in colocated.figures(rows) if figure.required][check] is False
-
-
-def test_colocated_step_is_compared_with_the_estimate_of_the_document() -> None:
-    """The table of docs/scale.md gives 39 s on an H100."""
-    config = next(one for one in gpu_experiments() if one.name == colocated.EXPERIMENTS[Device.gpu][0])
-    (step,) = colocated.against_estimate(config, ROW, "NVIDIA H100 80GB HBM3")
-    assert step.ratio == pytest.approx(78 / 39, rel=0.02)
-    (alone,) = colocated.against_estimate(config, ROW, "")
-    assert (alone.value, alone.ratio) == (78.0, None)
 
 
 @pytest.mark.slow

@@ -49,14 +49,6 @@ def test_faults_are_on_disk_when_they_begin_and_when_they_end(tmp_path: Path) ->
     assert (rows[0]["part"], rows[0]["kind"], rows[0]["detail"]) == ("engine 1", "died", "SIGKILL; 3 groups run again")
 
 
-def test_a_resumed_run_keeps_earlier_faults(tmp_path: Path) -> None:
-    for _ in range(2):
-        log = FaultLog(tmp_path / FAULTS)
-        log.begin("engine 0", FaultKind.hung, "no progress")
-        log.close()
-    assert len((tmp_path / FAULTS).read_text().splitlines()) == 2
-
-
 def test_faults_are_said_in_printable_lines_when_they_begin_and_end(tmp_path: Path) -> None:
     said: list[str] = []
     now = iter([1.0, 3.5])

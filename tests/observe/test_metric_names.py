@@ -21,7 +21,6 @@ from rlsys.config.algorithm import AlgorithmConfig
 from rlsys.config.compose import typed
 from rlsys.config.schema import CustomMetric, RunConfig, TrackingConfig
 from rlsys.data.trajectory import Action, Branch, Group, Turn
-from rlsys.observe.metrics import Metric
 from rlsys.observe.records import read_metrics
 from rlsys.observe.status import Progress
 from rlsys.orchestrator.evaluation.heldout import Answered, Evaluation
@@ -147,20 +146,6 @@ def test_page_is_up_to_date() -> None:
     assert with_tables(page) == page, f"run `{COMMAND}`"
     with pytest.raises(LookupError):
         with_tables(page.replace("## Guards", "## Alarms"))
-
-
-@pytest.mark.parametrize(
-    ("names", "covered", "others"),
-    [
-        ("a/{max,min} b", ("a/max", "a/min", "b"), ("a/mean", "a/{max,min}", "a", "ab")),
-        ("a/<x>/c", ("a/b/c", "a/0/c"), ("a/c", "a/b/b/c", "a//c")),
-        ("a/...", ("a/b", "a/b/c"), ("a/", "b/a/b")),
-        ("a.b", ("a.b",), ("aXb",)),
-    ],
-)
-def test_names_of_a_metric(names: str, covered: Iterable[str], others: Iterable[str]) -> None:
-    metric = Metric(names, "", "")
-    assert [metric.covers(name) for name in (*covered, *others)] == [True] * len([*covered]) + [False] * len([*others])
 
 
 def test_metrics_document_lists_exactly_what_is_logged(logged: set[str]) -> None:

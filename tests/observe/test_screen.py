@@ -1,7 +1,6 @@
 """Tests of what a run shows: progress, status file, and samples that cannot control a terminal."""
 
 import errno
-import io
 import json
 import os
 import socket
@@ -13,14 +12,11 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rich.console import Console
 
 from rlsys.data.question import Question
 from rlsys.data.trajectory import Action, Trajectory, Turn
 from rlsys.observe.samples import render_sample, visible
 from rlsys.observe.status import (
-    PLAIN_INTERVAL_S,
-    Progress,
     StageState,
     Status,
     StatusFile,
@@ -35,23 +31,6 @@ class Clock:
 
     def __call__(self) -> float:
         return self.now
-
-
-def test_piped_progress_is_sparse_and_shows_how_long_a_group_waits() -> None:
-    clock, out = Clock(), io.StringIO()
-    with Progress(Console(file=out, width=20), clock=clock) as progress:
-        progress.update(step=1, steps=9, states={"rollout": "0/32 groups", "actor": "waits for log-probs"})
-        for done in range(40):
-            clock.now += 0.125
-            progress.update(states={"rollout": f"{done}/32 groups", "actor": "waits for log-probs"})
-        clock.now += PLAIN_INTERVAL_S
-        progress.update(reward=0.5, tokens_per_s=1234.5)
-        progress.update(step=2, em=0.25, states={"actor": "trains"})
-    assert out.getvalue().splitlines() == [
-        "step 1/9 | 0:00:00 | rollout: 0/32 groups | actor: waits for log-probs",
-        "step 1/9 | reward 0.500 | tokens/s 1,234 | 0:00:15 | rollout: 39/32 groups | actor: waits for log-probs (15 s)",
-        "step 2/9 | EM 0.250 | reward 0.500 | tokens/s 1,234 | 0:00:15 | rollout: 39/32 groups | actor: trains",
-    ]
 
 
 def sample(

@@ -13,7 +13,7 @@ from tests.report.watch.test_server import watching
 from tests.support.answers import answered, asked
 from tests.support.browser import DESKTOP, PHONE, Look, browser, look
 from tests.support.growing_run import add_evaluation, add_step, write_run, write_status
-from tests.support.made_run import Maker, Size, add_changes, add_faults, add_measured, made_run
+from tests.support.made_run import Maker, Size, add_faults, add_measured, made_run
 
 __all__ = ["browser", "look"]
 
@@ -119,22 +119,6 @@ def test_faults_have_a_table_and_mark_their_steps(tmp_path: Path, look: Look) ->
     marked = page.locator(".bar", has=page.locator(".mark"))
     labels = [bar.get_attribute("aria-label") or "" for bar in marked.all()]
     assert [label.split(",")[0] for label in labels] == ["step 1", "step 2", "step 3"]
-    assert page.title() != "owned"
-    assert opened.problems == []
-
-
-def test_engines_that_join_and_leave_have_a_table_and_are_no_faults(tmp_path: Path, look: Look) -> None:
-    run = made_run(tmp_path / "run", Maker(Size(steps=3)))
-    add_changes(run, detail="; ".join(EVIL))
-    assert open_run(run).faults == ()
-    opened = look(at(write_report([open_run(run)]), "view=time"))
-    page = opened.page
-    rows = page.get_by_role("region", name="Engines that joined and left").locator("tbody tr")
-    expect(rows).to_have_count(2)
-    for row, text in zip(rows.all(), ("engine 2 joined", "engine 2 left"), strict=True):
-        expect(row).to_contain_text(text)
-    expect(rows.first).to_contain_text(EVIL[0])
-    expect(page.locator("#faults")).to_have_count(0)
     assert page.title() != "owned"
     assert opened.problems == []
 

@@ -70,8 +70,6 @@ class Outcome:
     """Statistics of each optimiser step."""
     samples: dict[tuple[int, str, int], Sample] = field(default_factory=dict)
     """(version that sampled, question, number of the sample) -> trained sample."""
-    faults: Any = field(default_factory=SimpleNamespace)
-    """See `RunLogger`."""
     events: list[str] = field(default_factory=list)
     """Events of each step, in order.
 

@@ -112,15 +112,6 @@ def test_interpolation_in_a_found_config_reads_nothing_of_the_environment(
     assert "s3cret" not in repr(found)
 
 
-def test_unknown_keys_of_another_version_are_left_out_and_reported(run: Path, tree: dict[str, Any]) -> None:
-    tree["search"]["cassette"]["speed"] = 2
-    save(run, tree, task={"eval_limit": 3})
-    found = settings(run)
-    assert found.config.task.max_turns == 7
-    left_out = found.notes[1].rpartition("left out: ")[2].rstrip(".").split(", ")
-    assert set(left_out) == {"search.cassette.speed", "task.eval_limit"}
-
-
 def test_an_invalid_config_of_a_run_is_refused(run: Path, tree: dict[str, Any]) -> None:
     for text in ("{", "[]", "a: 1", "task: 3\nsearch: {}\nrollout: {sampling: {}}"):
         (run / "config.yaml").write_text(text)

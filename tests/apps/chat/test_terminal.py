@@ -7,13 +7,10 @@ import os
 import signal
 from collections.abc import AsyncIterator
 
-import pytest
 from rich.console import Console
 
 from rlsys.apps.chat.conversation import EpisodeEnded, Failed, Kind, ObservationAdded, QuestionAccepted, TextPiece
 from rlsys.apps.chat.terminal import JsonScreen, TextScreen, session
-from rlsys.errors import RunError
-from rlsys.rollout.agent.recorder import Generation
 from tests.support.chat import ANSWERS, SEARCHES, FakeSearch, Script, codec, conversation
 
 HOSTILE = "\x1b]0;owned\x07[bold]x[/bold] \u202e\x9b31m\udc80"
@@ -38,19 +35,6 @@ def test_control_characters_are_escaped() -> None:
         screen.show(event)
     assert out.getvalue().count(ESCAPED) == 5
     assert not set(out.getvalue()) & {"\x1b", "\x07", "\u202e", "\x9b", "\udc80"}
-
-
-async def test_a_dead_engine_is_reported_and_raised() -> None:
-    class DeadScript(Script):
-        async def generate(self, *_: object) -> Generation:  # type: ignore[override]
-            raise RunError("The engine has died.")
-
-    out = io.StringIO()
-    with pytest.raises(RunError):
-        await session(conversation(DeadScript(codec(), ()), FakeSearch()), these("Who?"), JsonScreen(out))
-    asyncio.get_running_loop().remove_signal_handler(signal.SIGINT)
-    last = json.loads(out.getvalue().splitlines()[-1])
-    assert (last["event"], last["reason"], last["code"]) == ("failed", "The engine has died.", None)
 
 
 async def test_ctrl_c_stops_the_answer_but_not_the_session() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -52,16 +51,6 @@ def test_a_command_waits_until_the_driver_has_done_it(words: tuple[object, ...],
     with driver(inbox, carry_out):
         assert engines(*words, "--run", run) == "engine 2 joined\\x1b[2J\n"
     assert taken == [asked]
-
-
-def test_the_engines_are_listed_as_a_table_or_as_json(run: Path) -> None:
-    inbox = Inbox(run)
-    rows = [{"engine": 0, "state": "serving", "version": 7, "groups": 3}]
-    rows += [{"engine": 12, "state": "starting", "version": None, "groups": 0}]
-    with driver(inbox, lambda request: inbox.end(request, "2 engines.", rows)):
-        assert json.loads(engines("list", "--run", run, "--json")) == rows
-        shown = engines("list", "--run", run)
-    assert all(word in shown for word in ("serving", "7", "12", "starting", "-"))
 
 
 @pytest.mark.parametrize(

@@ -8,11 +8,10 @@ from pathlib import Path
 import huggingface_hub
 import pytest
 from huggingface_hub.errors import LocalEntryNotFoundError
-from typer import Exit
 from typer.testing import CliRunner
 
 from rlsys.apps.cli.main import app
-from rlsys.apps.cli.own import OwnOptions, Words, _run, commands
+from rlsys.apps.cli.own import OwnOptions, Words, commands
 from rlsys.config.compose import load_config
 from rlsys.errors import UserError
 from rlsys.observe.status import Progress
@@ -131,15 +130,6 @@ def test_an_interrupted_run_continues_and_is_evaluated_again_after_more_steps(wo
     assert [folder.name.rpartition("-")[0][-1] for folder in asked] == ["2", "4"], "the steps of each checkpoint"
 
 
-def test_other_documents_and_questions_start_another_training(world: World) -> None:
-    trained = [world.run(world.wish())[4]]
-    (world.docs / "b.txt").write_text("Mali: capital Bamako.")
-    world.questions.write_text("question,answer\n" + "".join(f"who is {n}?,{n}\n" for n in range(9)))
-    trained.append(world.run(world.wish())[4])
-    assert {words[0] for words in trained} == {"train"}
-    assert len({next(word for word in words if word.startswith("name=")) for words in trained}) == 2
-
-
 def test_own_heldout_questions_prompt_and_tools_are_passed_on(world: World, tmp_path: Path) -> None:
     prompt, heldout = tmp_path / "prompt.txt", tmp_path / "h.csv"
     prompt.write_text("Find out: {question}\n")
@@ -156,15 +146,6 @@ def test_own_heldout_questions_prompt_and_tools_are_passed_on(world: World, tmp_
     tools = ("rlsys.rollout.tools.calculator.Calculator",)
     words = next(one for one in commands(world.wish(tools=tools)) if one[:2] == ("data", "prepare"))
     assert words[3:5] == ("--tool", tools[0])
-
-
-def test_a_failed_command_ends_with_its_exit_status(capfd: pytest.CaptureFixture[str]) -> None:
-    _run(("data", "--help"))
-    assert "$ rlsys data --help" in capfd.readouterr().out
-    with pytest.raises(Exit) as ended:
-        _run(("report", "/nowhere"))
-    assert ended.value.exit_code == 2
-    assert "/nowhere" in capfd.readouterr().err
 
 
 def refusal(world: World, model: str | Path = HUB, **more: object) -> UserError:
