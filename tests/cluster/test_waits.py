@@ -18,7 +18,7 @@ import pytest
 import ray
 
 from rlsys.cluster.preflight.machine import Unseen, cluster_at
-from rlsys.cluster.runtime import RayWatch, answer, natural, ray_runtime
+from rlsys.cluster.runtime import RayWatch, answer, ray_runtime
 from rlsys.cluster.worker_group import POLLS, STAGES, Rank, RankDied, RankSilent, WorkerGroup, together
 from rlsys.config.derived import stage_limits
 from rlsys.config.schema import ClusterConfig, Device, StageTimeouts
@@ -127,10 +127,6 @@ async def test_calls_together_end_with_the_first_error_but_a_lost_peer_waits_for
 def test_silent_cluster_is_unseen_after_the_time_out() -> None:
     with closing(socket.create_server(("127.0.0.1", 0))) as silent, pytest.raises(Unseen):
         cluster_at(f"127.0.0.1:{silent.getsockname()[1]}", 1)
-
-
-def test_host_names_are_sorted_by_their_numbers() -> None:
-    assert sorted(["n10", "n9", "a1", "n9-2"], key=natural) == ["a1", "n9", "n9-2", "n10"]
 
 
 def group_of(
