@@ -2,20 +2,18 @@
 
 import json
 import subprocess
-from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import psutil
 import pytest
 
-from tests.live.test_engines_return import wait_until, worker_of
-from tests.live.test_resume_live import kill_with_all_children, rows
-from tests.orchestrator.groups.test_real_restarts import is_gone
+from tests.live.test_resume_live import assert_each_prompt_ended_once, kill_with_all_children, rows, wait_until
+from tests.orchestrator.groups.test_real_restarts import is_gone, worker_of
 from tests.support.paths import PROJECT
 from tests.support.runs import LIMIT_S, RLSYS, rlsys, small
 
-STEPS, GROUPS = 30, 16
+STEPS = 30
 RUN = [f"trainer.steps={STEPS}", "trainer.schedule.kind=async", "cluster.placement.rollout=2-3"]
 
 pytestmark = [pytest.mark.slow, pytest.mark.engine]
@@ -66,7 +64,6 @@ def test_engines_leave_and_join_while_a_run_trains(mode: str, tmp_path: Path) ->
     assert (changes[0], changes[-1]) == (("left", "engine 0"), ("left", "engine 1"))
     assert set(changes[1:-1]) == {("joined", "engine 0"), ("joined", "engine 2")}
     metrics = rows(folder / "metrics.jsonl")
-    assert [row["step"] for row in metrics] == list(range(1, STEPS + 1))
     assert metrics[-1]["rollout/engines"] == 2
     assert metrics[-1]["rollout/lost_groups"] == 0
     summary = json.loads((folder / "summary.json").read_text())
@@ -75,10 +72,4 @@ def test_engines_leave_and_join_while_a_run_trains(mode: str, tmp_path: Path) ->
     for engine in (0, 2):
         assert 1 <= metrics[-1][f"engine/{engine}/updates"] < STEPS
         assert metrics[-1][f"engine/{engine}/version"] >= STEPS - 1
-
-    ends = rows(folder / "prompts.jsonl")
-    groups = Counter(row["group"] for row in ends)
-    assert set(groups) == set(range(max(groups) + 1)), "a prompt group is lost"
-    assert set(groups.values()) == {1}, "a prompt group ended twice"
-    trained = Counter(row["uid"] for row in ends if row["end"] == "trained")
-    assert (sum(trained.values()), set(trained.values())) == (STEPS * GROUPS, {1})
+    assert_each_prompt_ended_once(folder, STEPS)

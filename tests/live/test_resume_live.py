@@ -4,6 +4,7 @@ import json
 import subprocess
 import time
 from collections import Counter
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -43,17 +44,28 @@ def rows(file: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in file.read_text().splitlines()]
 
 
-def wait_for(process: subprocess.Popen[bytes], outputs: Path, step: int, log: Path) -> Path:
-    """Wait until a checkpoint is published and `step` is recorded. Returns the run's folder."""
+def wait_until(process: subprocess.Popen[bytes], log: Path, holds: Callable[[], Any]) -> Any:
+    """Return the result of `holds` once it is true; the run must not end before."""
     deadline = time.monotonic() + LIMIT_S
     while time.monotonic() < deadline:
+        if found := holds():
+            return found
         assert process.poll() is None, log.read_text()[-3000:]
+        time.sleep(0.05)
+    raise AssertionError(log.read_text()[-3000:])
+
+
+def wait_for(process: subprocess.Popen[bytes], outputs: Path, step: int, log: Path) -> Path:
+    """Wait until a checkpoint is published and `step` is recorded. Returns the run's folder."""
+
+    def reached() -> Path | None:
         for metrics in outputs.glob("searchr1_tiny_cpu-*/metrics.jsonl"):
             saved = list((metrics.parent / "checkpoints").glob("global_step_*"))
             if saved and len(metrics.read_text().splitlines()) >= step:
                 return metrics.parent
-        time.sleep(0.05)
-    raise AssertionError(log.read_text()[-3000:])
+        return None
+
+    return wait_until(process, log, reached)
 
 
 def test_every_prompt_is_trained_or_dropped_once_if_the_run_is_killed(tmp_path: Path) -> None:
@@ -116,14 +128,14 @@ def recovered(folder: Path) -> list[int]:
     return [row["fault"] for row in rows(file) if row["event"] == "recovered"] if file.exists() else []
 
 
-def assert_each_prompt_ended_once(folder: Path) -> list[dict[str, Any]]:
+def assert_each_prompt_ended_once(folder: Path, steps: int = STEPS) -> list[dict[str, Any]]:
     """Assert that a finished run trained each prompt once and lost none; return the rows of prompts.jsonl."""
-    assert [row["step"] for row in rows(folder / "metrics.jsonl")] == list(range(1, STEPS + 1))
+    assert [row["step"] for row in rows(folder / "metrics.jsonl")] == list(range(1, steps + 1))
     ends = rows(folder / "prompts.jsonl")
     prompt_groups = Counter(row["group"] for row in ends)
     assert set(prompt_groups.values()) == {1}, "a prompt group ended twice"
     assert set(prompt_groups) == set(range(max(prompt_groups) + 1)), "a prompt group is lost"
     trained = Counter(row["uid"] for row in ends if row["end"] == "trained")
-    assert sum(trained.values()) == STEPS * GROUPS
+    assert sum(trained.values()) == steps * GROUPS
     assert set(trained.values()) == {1}, "there are more prompts than are trained, so each is trained once"
     return ends

@@ -39,9 +39,9 @@ SETTINGS = [
 pytestmark = [pytest.mark.slow, pytest.mark.engine]
 
 
-def worker_of(engine: int) -> psutil.Process:
+def worker_of(run: psutil.Process, engine: int) -> psutil.Process:
     """Return the process of an engine's worker, which writes the engine's log."""
-    for one in psutil.Process().children(recursive=True):
+    for one in run.children(recursive=True):
         try:
             if Path(os.readlink(f"/proc/{one.pid}/fd/1")).name == f"rollout-{engine}.log" and "ray::" in one.name():
                 return one
@@ -94,7 +94,7 @@ async def test_killed_and_stopped_engines_come_back(mode: str, copies: bool, tmp
             Supervisor(pool, sync, start, faults, config, Restarts(config.cluster), {}).run(0.5)
         )
         await sync.send(3)
-        killed, living = worker_of(0), worker_of(1)
+        killed, living = worker_of(psutil.Process(), 0), worker_of(psutil.Process(), 1)
         (stopped,) = [one for one in living.children() if "transformers_process" in " ".join(one.cmdline())]
         asked = [
             asyncio.ensure_future(pool.run_group(Question(uid=f"q:{n}", prompt="Who?", answers=("a",)), n))
