@@ -144,7 +144,6 @@ class Engines(_Worker):
 
     @property
     def capacity(self) -> int:
-        """Number of groups that the living engines can run at the same time."""
         return self.script.room * len(self.members.living)
 
     async def run_group(
@@ -178,7 +177,6 @@ class Engines(_Worker):
             self._changed.set()
 
     async def in_flight(self) -> Mapping[int, tuple[EpisodeProgress, ...]]:
-        """Ask the engines for their progress, one after the other."""
         found: dict[int, tuple[EpisodeProgress, ...]] = {}
         for engine in self._engines:
             await self.script.pause("save")
@@ -188,7 +186,6 @@ class Engines(_Worker):
         return found
 
     async def push(self, version: int) -> None:  # noqa: ARG002
-        """Send `version` to all engines, which keep what they use."""
         await self.script.pause("update")
 
     async def switch(self, version: int) -> None:
@@ -281,7 +278,6 @@ class Engines(_Worker):
             self._changed.set()
 
     async def _take_version(self, engine: Engine, version: int) -> bool:
-        """Switch an engine to `version`; return False if it dies before."""
         await self.script.pause("close")
         if not engine.alive:
             return False
@@ -329,7 +325,6 @@ class Learner:
         return len(samples) >= self.script.fills_micro_batches
 
     async def accumulate(self, samples: Sequence[Sample], last: bool) -> None:  # noqa: ARG002
-        """Check all properties that concern samples given to a learner."""
         self.record.begin(self.name)
         for sample in samples:
             number, one = number_of(sample), sample.trajectory
@@ -360,7 +355,6 @@ class Devices:
     def __init__(self, script: Script, record: Record) -> None:
         self.script, self.record = script, record
         self.pending: Counter[str] = Counter()
-        """Number of callers that wait for a worker group to be on the devices."""
         self._offload = None
         if script.sequential:
             members = {name: (partial(self._leave, name), self._enter) for name in GROUPS}
