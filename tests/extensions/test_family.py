@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pytest
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
+from examples.extend import family as example
 from rlsys.apps.cli.convert import app
 from rlsys.cluster.planning.resolve import make_plan
 from rlsys.config.schema import ParallelConfig
@@ -149,3 +151,14 @@ def test_wrong_layers_end_in_one_sentence_with_the_name_of_the_function_or_file(
     for toy, error in found.items():
         assert toy in str(error), "the name of the function, or of the file's folder"
         assert "\n" not in str(error)
+
+
+def test_example_works_once_it_is_copied(glm4: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shutil.copy(example.__file__, tmp_path / "copied_family.py")
+    monkeypatch.syspath_prepend(tmp_path)
+    copied = tmp_path / "copied.yaml"
+    copied.write_text(Path(FAMILY).read_text().replace(example.__name__, "copied_family"))
+    spec = layer_spec_of(str(copied))
+    assert spec is not None
+    assert spec.settings.component.__module__ == "copied_family"
+    assert read_architecture(glm4, str(copied)).rotary_fraction == 0.5
