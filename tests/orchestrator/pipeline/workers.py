@@ -29,7 +29,6 @@ from tests.support.trajectories import rewarded, trajectory
 
 
 def number_of(sample: Sample) -> int:
-    """Return the number of the prompt group that a sample belongs to."""
     return int(sample.trajectory.response)
 
 
@@ -139,7 +138,6 @@ class Engines(_Worker):
 
     @property
     def members(self) -> Members:
-        """Engines that are in use."""
         return self.router.members
 
     @property
@@ -189,7 +187,6 @@ class Engines(_Worker):
         await self.script.pause("update")
 
     async def switch(self, version: int) -> None:
-        """Switch every engine to `version`, each at its own time."""
         self.router.update(self.router.members.raise_to(version))
         async with asyncio.TaskGroup() as tasks:
             for engine in self._engines:
