@@ -380,14 +380,26 @@ def balance(costs: Sequence[float], ranks: int, equal_counts: bool = False) -> l
     heapify(heap)
     while len(heap) > 1:
         (_, age, first), (_, _, second) = heappop(heap), heappop(heap)
-        if len(first) + len(second) <= ranks:
-            joined = first + second[::-1]
+        if len(second) == 1:  # Nearly every join; without this path, each would copy and sort all ranks.
+            _join_one(first, second[0], ranks)
+            joined = first
+        elif len(first) + len(second) <= ranks:
+            joined = sorted(first + second[::-1], key=lambda share: -share[0])
         else:
             pairs = zip(filled(first), reversed(filled(second)), strict=True)
             joined = [(cost + other, indices + others) for (cost, indices), (other, others) in pairs]
-        joined.sort(key=lambda share: -share[0])
+            joined.sort(key=lambda share: -share[0])
         heappush(heap, (-spread(joined), age, joined))
     return [indices for _, indices in filled(heap[0][2] if heap else [])]
+
+
+def _join_one(shares: list[tuple[float, Batch]], one: tuple[float, Batch], ranks: int) -> None:
+    """Give `one` to a rank that has nothing, else to the cheapest; keep `shares` sorted, most expensive first."""
+    if len(shares) == ranks:
+        cost, indices = shares.pop()
+        indices += one[1]  # In place: on few ranks, these lists are long.
+        one = (cost + one[0], indices)
+    insort(shares, one, key=lambda share: -share[0])
 
 
 def _packed(sizes: Sequence[SampleSize], spec: MicroBatchSpec, cost: Callable[[Batch], float]) -> Plan:
@@ -508,7 +520,11 @@ class BatchSharder:
 
     def fills_micro_batches(self, samples: Sequence[Sample]) -> bool:
         """Return True if `samples` give every rank at least one non-empty micro-batch per pipeline stage."""
-        return fills_stages(self.plan(sequences_of(samples)), self._spec.stages)
+        parts, spec = sequences_of(samples), self._spec
+        if len(parts) < spec.ranks * spec.stages:
+            return False
+        # One sequence for each is enough, except where sequences are divided between ranks by cost alone.
+        return not spec.packed or spec.stages == 1 or fills_stages(self.plan(parts), spec.stages)
 
     def shard(self, samples: Sequence[Sample]) -> tuple[Plan, list[list[MicroBatch]]]:
         """Return the plan (indices of sequences) and the micro-batches of each data-parallel rank."""
@@ -533,7 +549,10 @@ class BatchSharder:
     def plan(self, parts: Sequence[Sample]) -> Plan:
         """Return the indices of the sequences in each rank's micro-batches."""
         trajectories = [sample.trajectory for sample in parts]
-        sizes = [SampleSize(len(each.tokens), int(self._mask_of(each).sum())) for each in trajectories]
+        return self.plan_sizes([SampleSize(len(each.tokens), int(self._mask_of(each).sum())) for each in trajectories])
+
+    def plan_sizes(self, sizes: Sequence[SampleSize]) -> Plan:
+        """Return the same of sequences with these sizes."""
         return plan_micro_batches(sizes, self._flops, self._spec)
 
 

@@ -155,6 +155,16 @@ def test_every_sample_is_dealt_once_in_rows_that_ranks_can_cut(
     }
 
 
+@given(st.lists(st.integers(1, 40), max_size=40), st.integers(1, 4), st.integers(1, 3), st.booleans())
+@FEW
+def test_samples_are_enough_exactly_if_their_plan_fills_every_stage(
+    lengths: list[int], ranks: int, stages: int, packed: bool
+) -> None:
+    sharder = BatchSharder(ParallelConfig(pp=stages), ranks * stages, budget_tokens=60, pad_id=0, packed=packed)
+    given = samples(*lengths)
+    assert sharder.fills_micro_batches(given) is fills_stages(sharder.plan(given), stages)
+
+
 def test_enough_means_a_sample_for_every_stage_of_every_rank() -> None:
     sharder = BatchSharder(ParallelConfig(pp=2), processes=4, budget_tokens=100, pad_id=0, packed=True)
     assert [sharder.fills_micro_batches(samples(*[5] * count)) for count in range(6)] == [False] * 4 + [True] * 2
