@@ -27,6 +27,8 @@ Report = Callable[[str], None]
 """Receives a sentence about something unreadable."""
 
 CONFIG, EVALUATIONS = "config.yaml", "evaluations"
+PLAN = "plan.json"
+"""Prediction of `rlsys plan`, if one was made."""
 MEASURED = "eval*/results.json"
 """Glob pattern, within the run folder, of results that `rlsys eval` wrote."""
 
@@ -87,6 +89,10 @@ class RunFolder:
             results = _whole(self.path, f"{folder}/{file.name}", self._report)
             if results is not None:
                 yield folder, results
+
+    def plan(self) -> dict[str, Any] | None:
+        """Read the prediction of `rlsys plan`; None if none was made."""
+        return _whole(self.path, PLAN, self._report)
 
     def _report(self, problem: str) -> None:
         if problem not in self._reported:

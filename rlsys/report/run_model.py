@@ -41,7 +41,7 @@ from rlsys.observe.kept import (
 from rlsys.observe.records import TIMELINE
 from rlsys.observe.run_folder import RunFolder, section
 from rlsys.observe.status import FINISHED, HEARTBEAT_S
-from rlsys.report import drift, time_use, token_audit
+from rlsys.report import drift, predicted, time_use, token_audit
 
 Sink = Callable[[int, list[Any]], None]
 """Receives a chunk's number and content."""
@@ -174,6 +174,7 @@ def _run(run: RunFolder, name: str, chunk: int, sink: Sink | None, cache: ModelC
         "faults": [json_safe(asdict(fault)) for fault in run.faults],
         "changes": [json_safe(asdict(change)) for change in run.changes],
         "time": _time(run),
+        "plan": None if (plan := run.plan()) is None else predicted.compare(plan, rows),
         "trajectories": kept,
         "drift": drift.as_json(drift.report_of(drifts, sampling)) if kept else None,
         "audit": cache.audit(run, digests) if audited and kept else None,

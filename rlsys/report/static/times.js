@@ -1,7 +1,7 @@
 // Time breakdown: work and waits of each group, and the critical path of each step.
 
 import { h, hideTip, readByKeys, showTip, table, tipRows } from "./dom.js";
-import { plural, seconds, share } from "./format.js";
+import { plural, seconds, share, signed } from "./format.js";
 import { shareBar, stackedBars } from "./bars.js";
 import { changeSection, faultSection, faultsOf } from "./faults.js";
 import { go, link, runOf } from "./state.js";
@@ -29,7 +29,7 @@ export function times(all, now) {
   const run = all.runs[runOf(all, now)];
   const report = run.time;
   if (!report || !report.steps.length)
-    return [h("p", { class: "note" }, "No time breakdown: timeline.jsonl is missing or has no step (older runs do not write it)."), faultSection(run), changeSection(run)];
+    return [h("p", { class: "note" }, "No time breakdown: timeline.jsonl is missing or has no step (older runs do not write it)."), planned(run), faultSection(run), changeSection(run)];
   const groups = Object.keys(report.groups);
   const group = groups.includes(now.group) ? now.group : groups.includes("actor") ? "actor" : groups[0];
   const at = Math.max(0, report.steps.findIndex((step) => String(step.step) === now.step));
@@ -38,6 +38,7 @@ export function times(all, now) {
   return [
     h("section", {}, h("h2", {}, "Each group, all steps"), h("p", { class: "lede" }, report.sentences.at(-1)), eachGroup(report),
       h("p", { class: "soft" }, "Full colours are work. Pale colours are waiting, in the colour of the activity running meanwhile.")),
+    planned(run),
     all.runs.length > 1 && sideBySide(all.runs, group),
     h("section", {}, h("h2", {}, "Each step of the ", h("span", { class: "choice", role: "group", "aria-label": "Group" }, groups.map(choose)), " group"),
       stackedBars({ bars, format: seconds, label: `Seconds of each step of the ${group} group, by work and waits`, selected: at, chosen: (place) => go({ view: "time", group, step: report.steps[place].step }) }), run.faults.length > 0 && h("p", { class: "soft" }, h("span", { class: "bad" }, "▼"), " marks a step in which something failed."), totals(report, group)),
@@ -45,6 +46,16 @@ export function times(all, now) {
     changeSection(run),
     path(report, at, group),
   ];
+}
+
+// Prediction of `rlsys plan` beside what the run measured.
+function planned(run) {
+  if (!run.plan) return null;
+  const measured = run.plan.seconds.some((row) => row.measured !== null);
+  const rows = (list, format) => list.map((row) => [row.name, format(row.predicted), ...(measured ? [format(row.measured), row.measured === null ? "" : signed(row.predicted - row.measured, format)] : [])]);
+  return h("section", {}, h("h2", {}, measured ? "Predicted and measured" : "Predicted"), run.plan.differs && h("p", { class: "lede" }, run.plan.differs),
+    table(["", "predicted", ...(measured ? ["measured", "difference"] : [])], [...rows(run.plan.seconds, seconds), ...rows(run.plan.idle, share).map(([name, ...rest]) => [`${name}, idle`, ...rest])], { label: "Prediction of the plan" }),
+    h("ul", { class: "soft" }, run.plan.notes.map((note) => h("li", {}, note))));
 }
 
 function eachGroup(report) {
