@@ -1,7 +1,8 @@
-"""Compares predictions of `rlsys plan` with step times that others have published, and fits the shares that devices reach.
+"""Compares predictions of `rlsys plan` with own runs and with step times that others have published.
 
+    python -m bench.plan                       # own runs, see `bench.plan_runs`; writes outputs/bench/plan.json
     python -m bench.plan --published FILE      # writes outputs/bench/plan_published.json
-    python -m bench.plan --fit                 # writes rlsys/apps/planner/reached.yaml from bench/published_steps.json
+    python -m bench.plan --fit                 # fits the reached shares: writes reached.yaml from bench/published_steps.json
 
 FILE is a list of rows in the form of bench/published_steps.json. A row is predicted if it names a known GPU and model, its
 batch, and a measured step; the result says of every other row what it lacks. Everything that a row does not state is the
@@ -31,17 +32,20 @@ import typer
 import yaml
 from numpy.typing import NDArray
 
+from bench.plan_runs import compare_runs
 from rlsys.apps.planner import costs as planner_costs
 from rlsys.apps.planner.costs import HardwareCosts, Reached, read_reached
-from rlsys.apps.planner.estimate import calls_s, generation_s
+from rlsys.apps.planner.estimate import calls_s, generation_s, steady_generation_s
 from rlsys.apps.planner.simulation import measured_steps, simulate
 from rlsys.apps.planner.workload import Workload
 from rlsys.cluster.planning.cost import EXPECTED, SPEEDS
 from rlsys.config.algorithm import OldLogprobs
+from rlsys.config.derived import max_staleness, on_update
 from rlsys.config.schema import (
     AsyncSchedule,
     Device,
     Mode,
+    OnUpdate,
     ParallelConfig,
     PipelinedSchedule,
     RunConfig,
@@ -56,7 +60,7 @@ ROWS = Path(__file__).with_name("published_steps.json")
 MODELS = Path(__file__).with_name("plan_models.json")
 REACHED = Path(planner_costs.__file__).with_name("reached.yaml")
 RESULT = Path("outputs/bench/plan_published.json")
-EPISODES = 12_000
+EPISODES = 6_000
 """Episodes that are simulated of each row, in whole steps, after those that fill the pipeline."""
 TOGETHER = re.compile(r"colocated|^sync$")
 """Kinds of schedules in which all groups have all devices."""
@@ -64,6 +68,10 @@ SUMMED = re.compile(r"colocated|(^|-)sync$")
 """Kinds of schedules without overlap."""
 LIKE = 1.3
 """Largest ratio of parameters between a model of unknown shape and the known one whose shape it gets."""
+THINKS = re.compile(r"r1|distill|qwq|think|o1|qwen3(?!.*(base|instruct|coder))", re.IGNORECASE)
+"""Names of models that think before they answer."""
+LONGEST_SHARE = 0.8
+"""Largest share of the limit that an assumed mean response has."""
 _SHAPE = (
     *("max_positions", "layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "vocab", "tied"),
     *("experts", "experts_per_token", "expert_ffn"),
@@ -75,9 +83,11 @@ class Assumed:
     """What rows rarely state, the same for all of them."""
 
     length_share: float
-    """Mean response as a share of the longest one that limit and model allow, where a row has no mean."""
+    """Mean response of a model that thinks before it answers, as a share of the limit, where a row has no mean."""
+    answer: float
+    """Mean tokens of a response of another model, where a row has no mean."""
     spread: float
-    """Standard deviation of the logarithm of a response's length."""
+    """Standard deviation of the logarithm of a response's length, before the limit cuts it off."""
     prompt: int = 110
     """Tokens of a prompt."""
     micro_batch_tokens: int = 16384
@@ -185,8 +195,11 @@ def case_of(row: Mapping[str, Any], assumed: Assumed) -> Case:
     for settings in (config.actor, config.inference):
         settings.micro_batch_tokens = max(assumed.micro_batch_tokens, config.task.max_total_tokens)
     config.rollout.engine.max_running = assumed.max_running
-    config.rollout.max_episodes = 10**6
     engines = len(range(*_span(config.cluster.placement["rollout"]))) // config.rollout.engine.tp
+    # These systems have the episodes of one step in flight, or of as many as may be ahead.
+    ahead = part(row, "schedule", "staleness")
+    steps = max(1.0, ahead) if isinstance(ahead, int | float) else 1.0
+    config.rollout.max_episodes = ceil(steps * int(prompts) / engines) * int(samples)
     return Case(row, config, model, device, workload, engines)
 
 
@@ -241,7 +254,9 @@ def _schedule(config: RunConfig, row: Mapping[str, Any], kind: str) -> None:
         config.trainer.schedule = SequentialSchedule(kind="sequential")
     elif kind in ("async", "one-step-off", "disaggregated"):
         bound = max(1, ceil(ahead if isinstance(ahead, int | float) else 1))
-        config.trainer.schedule = AsyncSchedule(kind="async", max_staleness=bound)
+        goes_on = kind == "async" or part(row, "schedule", "in_flight_weight_updates")
+        going = OnUpdate["continue"] if goes_on else OnUpdate.finish
+        config.trainer.schedule = AsyncSchedule(kind="async", max_staleness=bound, on_update=going)
     else:
         raise UnpredictableError(f"schedule.kind={kind or None} is unknown")
     if kind == "disaggregated":
@@ -274,8 +289,12 @@ def _lengths(config: RunConfig, row: Mapping[str, Any], model: Architecture, ass
         mean = whole - assumed.prompt
     if mean is None and longest is None:
         raise UnpredictableError("lengths.mean_response and every limit are missing")
-    longest = min(int(longest or 8 * mean), model.max_positions - assumed.prompt)
-    mean = min(mean or assumed.length_share * longest, 0.99 * longest)
+    # A limit beyond the model's positions means that the run extended them.
+    longest = int(longest or min(8 * mean, model.max_positions - assumed.prompt))
+    if mean is None:
+        thinks = THINKS.search(str(part(row, "model", "name")))
+        mean = min(assumed.length_share * longest if thinks else assumed.answer, LONGEST_SHARE * longest)
+    mean = min(mean, 0.99 * longest)
     task = config.task
     task.max_turns, task.max_turn_tokens, task.max_prompt_tokens = 0, longest, max(assumed.prompt, int(prompt or 0))
     task.max_total_tokens = longest + assumed.prompt
@@ -309,7 +328,11 @@ def stages_of(case: Case, reached: Reached) -> dict[str, float]:
     lengths = case.workload.turn * np.exp(case.workload.spread * quantiles() - case.workload.spread**2 / 2)
     lengths = np.clip(lengths, 1, config.task.max_turn_tokens)
     prompt, mean = case.workload.prompt, float(lengths.mean())
-    times = {"generation": generation_s(costs.engine, lengths.tolist(), prompt, requests / case.engines)}
+    share = requests / case.engines
+    times = {"generation": generation_s(costs.engine, lengths.tolist(), prompt, share)}
+    if max_staleness(config) and on_update(config) is OnUpdate["continue"]:
+        in_flight = config.rollout.max_episodes
+        times["generation"] = steady_generation_s(costs.engine, lengths.tolist(), prompt, share, in_flight)
     parallel, budget = config.actor.parallel, config.actor.micro_batch_tokens
     copies = len(range(*_span(config.cluster.placement["actor"]))) // (parallel.tp * parallel.pp * parallel.cp)
     for name, call in costs.calls.items():
@@ -331,9 +354,11 @@ def quantiles(count: int = 256) -> NDArray[np.float64]:
 def predict(case: Case, reached: Reached) -> float:
     """Return the simulated seconds of a step."""
     costs = HardwareCosts(case.config, case.model, case.device, reached, EXPECTED).costs("")
-    return simulate(
-        case.config, costs, case.workload, flops_of(case.model), measured_steps(case.config, EPISODES)
-    ).step_s
+    # A system that updates weights in flight goes on with the cache that the old weights have filled.
+    keeps = bool(part(case.row, "schedule", "in_flight_weight_updates"))
+    costs = replace(costs, sync=replace(costs.sync, keeps_cache=keeps))
+    steps = measured_steps(case.config, EPISODES)
+    return simulate(case.config, costs, case.workload, flops_of(case.model), steps).step_s
 
 
 def cases_of(rows: Iterable[Mapping[str, Any]], assumed: Assumed) -> tuple[list[Case], dict[str, str]]:
@@ -374,8 +399,8 @@ def loss(rows: Sequence[Mapping[str, Any]], reached: Reached, assumed: Assumed) 
 
 
 BOUNDS = {
-    "train_compute": (0.1, 0.75),
-    "score_compute": (0.1, 0.75),
+    "train_compute": (0.1, 0.85),
+    "score_compute": (0.1, 0.85),
     "prefill_compute": (0.1, 0.6),
     "decode_memory": (0.15, 0.9),
     "expert_compute": (0.05, 1.0),
@@ -383,23 +408,33 @@ BOUNDS = {
     "expert_request_s": (1e-8, 1e-5),
     "activation_reads": (1.0, 300.0),
     "decode_layer_s": (1e-5, 2e-3),
+    "exchange_s": (5e-6, 1e-4),
+    "half_tokens": (50.0, 4000.0),
     "request_s": (5e-6, 5e-4),
     "step_s": (0.5, 60.0),
-    "length_share": (0.05, 0.8),
-    "spread": (0.3, 1.2),
+    "length_share": (0.3, 0.8),
+    "answer": (300.0, 3000.0),
+    "spread": (0.6, 1.2),
 }
 """Fitted quantity -> the range that is searched, in logarithms."""
 
 
-def fit(rows: Sequence[Mapping[str, Any]], tries: int, seed: int = 0) -> tuple[Reached, Assumed, float]:
-    """Search the quantities of `BOUNDS` at random, ever closer to the best; return them and the loss."""
+def fit(
+    rows: Sequence[Mapping[str, Any]], tries: int, assumed: Assumed, seed: int = 0
+) -> tuple[Reached, Assumed, float]:
+    """Search the quantities of `BOUNDS` at random, ever closer to the best; return them and the loss.
+
+    The search begins at the package's values and `assumed`.
+    """
     rng = random.Random(seed)
     base = asdict(read_reached()[0])
-    best = {name: base.get(name, exp(fmean(map(log, bounds)))) for name, bounds in BOUNDS.items()}
+    best = {name: (asdict(assumed) | base)[name] for name in BOUNDS}
 
     def parts(values: Mapping[str, float]) -> tuple[Reached, Assumed]:
         own = {name: value for name, value in values.items() if name in base}
-        return Reached(**{**base, **own}), Assumed(values["length_share"], values["spread"])
+        return Reached(**{**base, **own}), replace(
+            assumed, **{name: values[name] for name in BOUNDS if name not in base}
+        )
 
     least = loss(rows, *parts(best))
     for number in range(tries):
@@ -496,14 +531,18 @@ def main(
     published: Annotated[Path | None, typer.Option(help="File of published step times.")] = None,
     fit_: Annotated[bool, typer.Option("--fit", help="Fit the reached shares.")] = False,
     tries: Annotated[int, typer.Option(help="Tries of the fit.")] = 400,
+    only: Annotated[list[str] | None, typer.Option(help="Run of `bench.plan_runs`; may be repeated.")] = None,
 ) -> None:
-    """Compare predictions with published step times."""
+    """Compare predictions with own runs, or with published step times."""
+    if published is None and not fit_:
+        compare_runs(only or ())
+        return
     content = yaml.safe_load(REACHED.read_text())
     assumed = Assumed(**content["assumed"])
     if fit_:
         rows = read_rows(ROWS)
         chosen = fitted_rows(cases_of(rows, assumed)[0])
-        reached, assumed, least = fit([row for row in rows if row["id"] in chosen], tries)
+        reached, assumed, least = fit([row for row in rows if row["id"] in chosen], tries, assumed)
         write_reached(reached, assumed, chosen)
         typer.echo(f"{least:.3f} of {len(chosen)} rows")
     if published is not None:

@@ -10,10 +10,11 @@ import pytest
 import yaml
 
 from bench import plan
-from bench.plan import ROWS, Assumed, case_of, cases_of, fitted_rows, read_rows
+from bench.plan import ROWS, Assumed, Case, case_of, cases_of, fitted_rows, part, quantiles, read_rows
+from rlsys.config.derived import on_update
 from rlsys.config.schema import Mode, SequentialSchedule
 
-ASSUMED = Assumed(length_share=0.2, spread=0.6)
+ASSUMED = Assumed(length_share=0.2, answer=800.0, spread=0.6)
 ROW: dict[str, Any] = {
     "id": "one",
     "family": "some",
@@ -49,6 +50,33 @@ def test_lengths_have_the_published_mean_after_the_limit(mean: float) -> None:
     drawn = [one.generated for number in range(200) for one in case.workload.group(case.config, 0, number, 32)]
     assert np.mean(drawn) == pytest.approx(mean, rel=0.03)
     assert max(drawn) <= 4096 - ASSUMED.prompt
+
+
+def published(name: str) -> Case:
+    return case_of(next(row for row in read_rows(ROWS) if row["id"] == name), ASSUMED)
+
+
+def test_lengths_of_a_published_row_are_stated_or_those_of_its_kind_of_model() -> None:
+    stated, base = published("nemo-0.6-q30-h100-32-on"), published("v1off-fsdp2-sync")
+    for case, mean in ((stated, 3203), (base, ASSUMED.answer)):
+        lengths = case.workload.turn * np.exp(case.workload.spread * quantiles() - case.workload.spread**2 / 2)
+        assert np.clip(lengths, 1, case.config.task.max_turn_tokens).mean() == pytest.approx(mean, rel=0.02)
+    assert base.config.task.max_turn_tokens == 20480, "a stated limit holds beyond the model's positions"
+
+
+@pytest.mark.parametrize(
+    ("name", "in_flight", "goes_on"),
+    [
+        ("nemo-0.6-q30-h100-32-1off", 64 * 32, "continue"),
+        ("nemo-0.6-q30-h100-192-8off", 8 * 64 * 32, "continue"),
+        ("v1off-mcore-async", 512 * 12, "finish"),
+    ],
+)
+def test_as_many_episodes_are_in_flight_as_a_row_may_be_ahead(name: str, in_flight: int, goes_on: str) -> None:
+    case = published(name)
+    assert case.config.rollout.max_episodes * case.engines == in_flight
+    assert part(case.row, "batch", "samples_per_prompt") == case.config.algorithm.n_samples
+    assert on_update(case.config) == goes_on
 
 
 def test_the_fit_is_stated_and_uses_at_most_half_of_the_rows() -> None:

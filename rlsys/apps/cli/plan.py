@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -14,6 +15,9 @@ from rlsys.config.compose import load_config
 _ON = "Machines, such as 8xH100 or 2x8xH200; by default those of the config, with H100."
 _ASSUME = "Assumption about episodes, such as turn=400; may be repeated."
 _PRICE = "Price of a device and hour, for the cost of the run."
+_CALIBRATE = "Folder of a run, whose measured costs and episodes replace the assumed ones."
+_HTML = "File to which the prediction is written as a page, with the timeline of the simulated steps."
+_SAVE = "Folder of a run, into which the prediction is written; `rlsys report` shows it beside what was measured."
 
 
 def command(
@@ -23,6 +27,9 @@ def command(
     on: Annotated[str | None, Option(metavar="[MACHINESx]DEVICESxKIND", help=_ON)] = None,
     assume: Annotated[list[str] | None, Option(metavar="KEY=VALUE", help=_ASSUME)] = None,
     price_per_gpu_hour: Annotated[float | None, Option(min=0, help=_PRICE)] = None,
+    calibrate: Annotated[Path | None, Option(metavar="RUN", help=_CALIBRATE)] = None,
+    html: Annotated[Path | None, Option(metavar="FILE", help=_HTML)] = None,
+    save: Annotated[Path | None, Option(metavar="RUN", help=_SAVE)] = None,
     search: Annotated[bool, Option("--search", help="Search placements, parallel sizes and schedules.")] = False,
     as_json: Annotated[bool, Option("--json", help="Print JSON.")] = False,
     seed: Annotated[int, Option(min=0, help="Seed of the simulation.")] = 0,
@@ -35,17 +42,28 @@ def command(
 
     # Imported late: Ray takes seconds to load.
     from rlsys.apps.planner.answer import Planner, machines_of, render, with_shape
+    from rlsys.apps.planner.calibrate import Calibration
     from rlsys.apps.planner.costs import read_reached
+    from rlsys.apps.planner.page import save_prediction, write_page
     from rlsys.apps.planner.search import PlacementSearch, render_search
     from rlsys.apps.planner.workload import Workload
+    from rlsys.observe.run_folder import open_run
 
     config, device = machines_of(with_shape(config), on, placed=not search)
-    planner = Planner(config, device, *read_reached(), Workload().changed(assume or ()), seed)
+    reached, source = read_reached()
+    measured = None if calibrate is None else Calibration(open_run(calibrate), device, reached)
+    workload = (Workload() if measured is None else measured.workload(Workload())).changed(assume or ())
+    planner = Planner(config, device, reached, source, workload, seed, measured)
     if search:
         placements = PlacementSearch(planner)
         best = placements.best()
         typer.echo(json.dumps(best, indent=2) if as_json else render_search(best, placements.candidates))
         return
-    answer = planner.predict(price_per_gpu_hour)
+    found = planner.run()
+    answer = planner.answer(found, price_per_gpu_hour)
     answer["helps"] = planner.helps()
+    if save is not None:
+        save_prediction(answer, save)
+    if html is not None:
+        write_page(config, found, answer, html)
     typer.echo(json.dumps(answer, indent=2) if as_json else render(answer))

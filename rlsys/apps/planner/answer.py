@@ -11,8 +11,10 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from rlsys.apps.planner.costs import HardwareCosts, Reached
+from rlsys.apps.planner.calibrate import Calibration
+from rlsys.apps.planner.costs import Costs, HardwareCosts, Reached
 from rlsys.apps.planner.simulation import Simulated, measured_steps, simulate
+from rlsys.apps.planner.whole_run import whole_run
 from rlsys.apps.planner.workload import Workload
 from rlsys.cluster.planning.cost import DEVICE, EXPECTED, SPEEDS
 from rlsys.cluster.planning.placement import memory_problems, parse_placement
@@ -83,35 +85,43 @@ class Planner:
         source: str,
         workload: Workload,
         seed: int = 0,
+        calibration: Calibration | None = None,
     ) -> None:
-        """`source` tells where `reached` comes from."""
+        """`source` tells where `reached` comes from; a `calibration` replaces costs by measured ones."""
         self.config, self.device, self.workload, self.reached = config, device, workload, reached
-        self._source, self._seed = source, seed
+        self._source, self._seed, self._calibration = source, seed, calibration
 
     @cached_property
     def model(self) -> Architecture:
         """Sizes of the model."""
         return read_architecture(self.config.model.path, self.config.model.family)
 
+    def costs(self, config: RunConfig) -> Costs:
+        """Return the costs of `config`."""
+        costs = HardwareCosts(config, self.model, self.device, self.reached, EXPECTED).costs(self._source)
+        return costs if self._calibration is None else self._calibration.applied(costs)
+
     def simulated(self, config: RunConfig, workload: Workload, measured: int | None = None) -> Simulated:
         """Simulate steps of `config`."""
-        costs = HardwareCosts(config, self.model, self.device, self.reached, EXPECTED).costs(self._source)
-        return simulate(config, costs, workload, flops_of(self.model), measured, self._seed)
+        return simulate(config, self.costs(config), workload, flops_of(self.model), measured, self._seed)
 
     def predict(self, price_per_gpu_hour: float | None = None, measured: int | None = None) -> dict[str, Any]:
-        """Return the prediction as plain data. Seconds are of one step unless a key says otherwise.
+        """Return the prediction as plain data. Raises UserError if the config cannot run."""
+        return self.answer(self.run(measured), price_per_gpu_hour)
 
-        Raises UserError if the config cannot run.
-        """
-        config = self.config
-        check(config)
-        costs = HardwareCosts(config, self.model, self.device, self.reached, EXPECTED).costs(self._source)
-        found = simulate(config, costs, self.workload, flops_of(self.model), measured, self._seed)
+    def run(self, measured: int | None = None) -> Simulated:
+        """Simulate steps of the config. Raises UserError if it cannot run."""
+        check(self.config)
+        return self.simulated(self.config, self.workload, measured)
+
+    def answer(self, found: Simulated, price_per_gpu_hour: float | None = None) -> dict[str, Any]:
+        """Return what was simulated as plain data. Seconds are of one step unless a key says otherwise."""
+        config, costs = self.config, self.costs(self.config)
         plan = make_plan(config)
         steps, devices = len(found.steps), plan["world_size"]
         tokens = sum(step.tokens for step in found.steps)
         staleness = [one for step in found.steps for one in step.staleness]
-        hours = found.step_s * config.trainer.steps / 3600
+        hours = whole_run(config, self.model, self.device, costs, self.workload, found.step_s, devices)
         return {
             "name": config.name,
             "devices": devices,
@@ -135,8 +145,9 @@ class Planner:
             "dropped": dict(found.dropped),
             "run": {
                 "steps": config.trainer.steps,
-                "hours": hours,
-                "cost": None if price_per_gpu_hour is None else hours * devices * price_per_gpu_hour,
+                "hours": sum(hours.values()),
+                "hours_of": hours,
+                "cost": None if price_per_gpu_hour is None else sum(hours.values()) * devices * price_per_gpu_hour,
             },
             "bottleneck": bottleneck(found),
             "costs": dict(costs.source),
@@ -284,6 +295,7 @@ def render(answer: Mapping[str, Any]) -> str:
         f"{answer['name']}: {answer['devices']} x {answer['device']}, {answer['schedule']['kind']}: "
         f"{answer['schedule']['overlap']}",
         f"  step        {answer['step_s']:.1f} s, predicted; {run['steps']} steps take {run['hours']:.1f} h{cost}",
+        f"  hours       {pairs({part: value for part, value in run['hours_of'].items() if value}, '{:.2f}'.format)}",
         f"  stages      {pairs(answer['stages_s'], seconds)}",
         f"  actor       {pairs(answer['actor_s'], seconds)}",
         f"  idle        {pairs(answer['idle'], '{:.0%}'.format)}",

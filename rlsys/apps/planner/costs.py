@@ -13,6 +13,7 @@ from typing import Any
 
 import yaml
 
+from rlsys.apps.planner.cores import Cores
 from rlsys.apps.planner.engine import EngineCosts
 from rlsys.cluster.planning.cost import EpisodeTokens, Shares, StepCost
 from rlsys.cluster.planning.memory import (
@@ -53,6 +54,8 @@ class Reached:
     """Share of links and network in collectives."""
     sync_link: float
     """Share of links and network in a weight sync."""
+    exchange_s: float
+    """Latency of one exchange between the ranks of an engine; a decode step has two in each layer."""
     half_tokens: float
     """Tokens of a device's micro-batch at which half of the compute share is reached."""
     call_s: float
@@ -123,6 +126,8 @@ class SyncCosts:
     """Sending a byte to the inference group and loading it; 0 without one that holds the policy."""
     activate_s: float
     """Switch of an engine to a staged version."""
+    keeps_cache: bool = False
+    """True if the KV cache survives the switch; rlsys empties it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,6 +146,8 @@ class Costs:
     """Operations per second of the actor's devices, by data sheet; 0 if unknown."""
     source: Mapping[str, str]
     """Part of the costs -> where its numbers come from."""
+    cores: Cores | None = None
+    """Cores that all workers share; None if each has devices of its own."""
 
 
 def read_reached(path: Path | None = None) -> tuple[Reached, str]:
@@ -186,7 +193,7 @@ class HardwareCosts:
         )
         exchange = step.exchanged_s(ParallelConfig(tp=tp), self.ranks["rollout"])
         return EngineCosts(
-            step_s=reached.decode_layer_s * model.layers,
+            step_s=(reached.decode_layer_s + 2 * reached.exchange_s * (tp > 1)) * model.layers,
             weights_s=(whole - experts / tp) / bandwidth,
             experts_s=experts / tp / bandwidth,
             expert_share=model.experts_per_token / model.experts if model.experts else 0.0,

@@ -23,6 +23,8 @@ from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 from math import sqrt
 
+from rlsys.apps.planner.cores import SharedCores
+
 EPSILON = 1e-6
 """Decode steps that count as none: rounding of the clock."""
 
@@ -65,6 +67,10 @@ class EngineCosts:
         return self.prefill_s * new + self.pair_s * new * (context + new / 2)
 
 
+def _ignore(_: Request) -> None:
+    pass
+
+
 @dataclass(slots=True, eq=False)
 class Prefix:
     """Prompt that the episodes of a group share in an engine's cache."""
@@ -99,8 +105,11 @@ class Request:
 class SimulatedEngine:
     """Engine that prefills and decodes requests."""
 
-    def __init__(self, costs: EngineCosts, version: int = 0) -> None:
+    def __init__(self, costs: EngineCosts, version: int = 0, cores: SharedCores | None = None) -> None:
         self.costs, self.version = costs, version
+        self._cores = cores
+        if cores is not None:
+            cores.listeners.append(self._slowed)
         self._busy_s = 0.0
         self.retracted = 0
         self.generated = 0.0
@@ -142,7 +151,7 @@ class SimulatedEngine:
 
     def leave(self, request: Request) -> None:
         """Free the memory of a request that has ended its episode, or is cancelled."""
-        request.left_engine = True
+        request.left_engine, request.ended = True, _ignore  # Ends the cycle of the request and its owner.
         if request in self._parked:
             self._parked_tokens -= self._parked.pop(request)
         prefix = request.prefix
@@ -182,6 +191,12 @@ class SimulatedEngine:
         if not keeps_cache:
             self._flush()
         self._soon()
+
+    def _slowed(self) -> None:
+        """Go on at another speed; a prefill that is under way keeps its own."""
+        if self._rate is not None:
+            self._settle()
+            self._soon()
 
     def _flush(self) -> None:
         """Forget the cache."""
@@ -239,16 +254,26 @@ class SimulatedEngine:
         self._settle()
         self._end_turns()
         if self._paused or self._filling:
+            self._mark(bool(self._filling))
             return
         self._evict()
         while self._cached > self.costs.cache_tokens and len(self._running) > 1:
             self._retract()
         self._filling, seconds = self._admit()
+        self._mark(bool(self._filling or self._running))
         if self._filling:
             self._since = self._loop.time()
-            self._set(self._loop.call_later(seconds, self._filled))
+            self._set(self._loop.call_later(seconds * self._slowdown, self._filled))
         elif self._running:
             self._decode()
+
+    def _mark(self, works: bool) -> None:
+        if self._cores is not None:
+            self._cores.mark(self, "rollout", works)
+
+    @property
+    def _slowdown(self) -> float:
+        return 1.0 if self._cores is None else self._cores.slowdown
 
     def _decode(self) -> None:
         """Set the timer to the next end of a turn, or to when the cache is full."""
@@ -256,7 +281,8 @@ class SimulatedEngine:
         steps = self._running[0][0] - self._steps
         if batch > 1:
             steps = min(steps, max(1.0, (self.costs.cache_tokens - self._cached) / batch))
-        first, growth = self._rate = self.costs.decode_s(batch, self._cached)
+        first, growth = (seconds * self._slowdown for seconds in self.costs.decode_s(batch, self._cached))
+        self._rate = first, growth
         self._since = self._loop.time()
         self._set(self._loop.call_later(steps * (first + growth * steps / 2), self._arrive, self._steps + steps))
 

@@ -10,8 +10,10 @@ The same config, costs and seed give the same result.
 from __future__ import annotations
 
 import asyncio
+import gc
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from math import inf
@@ -19,6 +21,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from rlsys.apps.planner.cores import SharedCores
 from rlsys.apps.planner.costs import Costs
 from rlsys.apps.planner.virtual_time import run_virtually
 from rlsys.apps.planner.workers import (
@@ -138,7 +141,13 @@ class SimulatedRun:
     """Run whose workers are simulated; offers what `train_from` needs of `rlsys.orchestrator.run.Run`."""
 
     def __init__(
-        self, config: RunConfig, costs: Costs, workload: Workload, flops: Flops, steps: int, seed: int
+        self,
+        config: RunConfig,
+        costs: Costs,
+        workload: Workload,
+        flops: Flops,
+        steps: int,
+        seed: int,
     ) -> None:
         """`config` has no evaluations and no checkpoints; `steps` are simulated, and then `_Enough` is raised."""
         self.config, self.costs, self._wanted = config, costs, steps
@@ -147,11 +156,17 @@ class SimulatedRun:
         self.tracers = {name: Tracer(name, clock) for name in ("driver", "rollout", *megatron_groups(config))}
         ranks = parse_placement(config.cluster.placement, has_critic(config.algorithm))
         engines = len(ranks["rollout"]) // config.rollout.engine.tp - (config.eval.engines or 0)
-        self.rollouts = SimulatedRollouts(config, costs, workload, engines, self.tracers["rollout"], seed)
+        cores = SharedCores(costs.cores)
+        self.rollouts = SimulatedRollouts(config, costs, workload, engines, self.tracers["rollout"], seed, cores)
         turns = {ranks[name]: asyncio.Lock() for name in megatron_groups(config)}
         self.members = {
             name: SimulatedGroup(
-                name, costs, _sharder(config, name, len(ranks[name]), flops), self.tracers[name], turns[ranks[name]]
+                name,
+                costs,
+                _sharder(config, name, len(ranks[name]), flops),
+                self.tracers[name],
+                turns[ranks[name]],
+                cores,
             )
             for name in megatron_groups(config)
         }
@@ -271,7 +286,12 @@ def measured_steps(config: RunConfig, episodes: int = EPISODES) -> int:
 
 
 def simulate(
-    config: RunConfig, costs: Costs, workload: Workload, flops: Flops, measured: int | None = None, seed: int = 0
+    config: RunConfig,
+    costs: Costs,
+    workload: Workload,
+    flops: Flops,
+    measured: int | None = None,
+    seed: int = 0,
 ) -> Simulated:
     """Simulate a run of `config` up to a steady state, then `measured` steps; return their record."""
     measured = measured or measured_steps(config)
@@ -283,21 +303,30 @@ def simulate(
         checkpoint=replace(config.checkpoint, interval=0),
     )
     found: list[Simulated] = []
-    run_virtually(_measure(quiet, costs, workload, flops, warm, measured, seed, found), MOST_TURNS)
+    run = partial(SimulatedRun, quiet, costs, workload, flops, warm + measured, seed)
+    with _without_collector():
+        run_virtually(_measure(run, warm, measured, found), MOST_TURNS)
     return found[0]
 
 
-async def _measure(
-    config: RunConfig,
-    costs: Costs,
-    workload: Workload,
-    flops: Flops,
-    warm: int,
-    measured: int,
-    seed: int,
-    found: list[Simulated],
-) -> None:
-    run = SimulatedRun(config, costs, workload, flops, warm + measured, seed)
+@contextmanager
+def _without_collector() -> Iterator[None]:
+    """Pause the collector of reference cycles.
+
+    It visits all objects again and again, so that an event would cost the more, the more episodes are in flight. What a
+    simulation drops at every event is part of no cycle.
+    """
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+async def _measure(make: Callable[[], SimulatedRun], warm: int, measured: int, found: list[Simulated]) -> None:
+    run = make()
     clockwork = _Clockwork(run.loop)
     marks: list[tuple[dict[str, dict[str, float]], dict[str, float], int, float]] = []
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from rlsys.apps.planner.cores import SharedCores
 from rlsys.apps.planner.costs import CallCosts, Costs
 from rlsys.apps.planner.engine import Prefix, Request, SimulatedEngine
 from rlsys.apps.planner.workload import EpisodeDraw, ToolServer, Workload
@@ -79,9 +80,17 @@ class SimulatedRollouts:
     waits_for = ""
 
     def __init__(
-        self, config: RunConfig, costs: Costs, workload: Workload, engines: int, tracer: Tracer, seed: int
+        self,
+        config: RunConfig,
+        costs: Costs,
+        workload: Workload,
+        engines: int,
+        tracer: Tracer,
+        seed: int,
+        cores: SharedCores,
     ) -> None:
-        self.engines = [SimulatedEngine(costs.engine) for _ in range(engines)]
+        shared = None if costs.cores is None else cores
+        self.engines = [SimulatedEngine(costs.engine, cores=shared) for _ in range(engines)]
         self._in_flight, self._in_flight_s, self._counted_s = 0, 0.0, 0.0
         """Episodes in flight, their integral over time, and the time up to which that is counted."""
         self.waited_s = 0.0
@@ -242,7 +251,7 @@ class SimulatedRollouts:
             engine.pause()
         await asyncio.sleep(self._costs.sync.activate_s)
         for engine in self.engines:
-            engine.resume(version)
+            engine.resume(version, self._costs.sync.keeps_cache)
         self._open = True
         self._assign()
 
@@ -262,7 +271,15 @@ class SimulatedRollouts:
 class SimulatedGroup:
     """Megatron group: calls take turns, each as long as its micro-batches need."""
 
-    def __init__(self, name: str, costs: Costs, sharder: BatchSharder, tracer: Tracer, turn: asyncio.Lock) -> None:
+    def __init__(
+        self,
+        name: str,
+        costs: Costs,
+        sharder: BatchSharder,
+        tracer: Tracer,
+        turn: asyncio.Lock,
+        cores: SharedCores,
+    ) -> None:
         """`turn` is shared by the groups on the same devices."""
         self.name, self.busy_s = name, 0.0
         self.operations = 0.0
@@ -270,7 +287,7 @@ class SimulatedGroup:
         self.workers: Any = SimpleNamespace(name=name, ranks=[SimpleNamespace(name=name)])
         self.living: Mapping[int, None] = {0: None}
         self._costs, self._sharder, self._tracer = costs, sharder, tracer
-        self._turn = turn
+        self._turn, self._cores = turn, cores
 
     def fills_micro_batches(self, samples: Sequence[Sample]) -> bool:
         """Return True if a call with `samples` keeps every rank and pipeline stage busy."""
@@ -281,7 +298,7 @@ class SimulatedGroup:
         call = self._costs.calls[self.name]
         sizes = sizes_of(samples)
         self.operations += 3 * sum(call.flops.of(*size) for size in sizes)
-        await self._work("train.accumulate", call.seconds(self._sharder.plan(samples), sizes))
+        await self._work("train.accumulate", call.seconds(self._sharder.plan_sizes(sizes), sizes))
         return None
 
     async def apply(self) -> Mapping[str, float]:
@@ -291,13 +308,15 @@ class SimulatedGroup:
 
     async def score(self, call: CallCosts, span: str, samples: Sequence[Sample]) -> None:
         """Compute log-probs or values of `samples`."""
-        await self._work(span, call.seconds(self._sharder.plan(samples), sizes_of(samples)))
+        sizes = sizes_of(samples)
+        await self._work(span, call.seconds(self._sharder.plan_sizes(sizes), sizes))
 
     async def _work(self, span: str, seconds: float) -> None:
         async with self._turn:
+            begun = asyncio.get_running_loop().time()
             with self._tracer.span(span):
-                await asyncio.sleep(seconds)
-            self.busy_s += seconds
+                await self._cores.work(self, self.name, seconds)
+            self.busy_s += asyncio.get_running_loop().time() - begun
 
     async def open_transport(self, specs: Mapping[int, Any]) -> None:
         """Do nothing: the links are there."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -44,7 +44,8 @@ class EpisodeDraw(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """Assumed episodes: log-normal turns, a Poisson number of tool calls, log-normal latencies of tools.
+    """Assumed episodes: log-normal turns, a Poisson number of tool calls, log-normal latencies of tools; and what
+    interrupts a run.
 
     `Workload().changed({"turn": "400"})` replaces single assumptions.
     """
@@ -67,11 +68,23 @@ class Workload:
     """Standard deviation of the logarithm of these seconds."""
     tools_per_s: float = 649.0
     """Tool calls that the server answers in a second; 0 for no limit."""
+    eval_questions: float = 500.0
+    """Questions of an evaluation, where `eval.limit` is null."""
+    disk_gb_s: float = 2.0
+    """10^9 bytes per second that one machine writes to the disk of checkpoints."""
+    failures: float = 0.0
+    """Failures that end the processes of a run, per 1,000 device hours."""
+    restart_s: float = 300.0
+    """Seconds from a failure until the run trains again from its last checkpoint."""
+    episodes: tuple[tuple[EpisodeDraw, ...], ...] = ()
+    """Recorded prompt groups, from which lengths and turns are drawn instead; latencies are multiples of `tool_s`."""
 
     def changed(self, given: Sequence[str]) -> Workload:
         """Return the workload with the settings KEY=VALUE. Raises UserError for an unknown key or a bad value."""
-        keys = {one.name for one in fields(self)}
-        values: dict[str, float] = {}
+        keys = {one.name for one in fields(self)} - {"episodes"}
+        if self.episodes:
+            keys -= {"prompt", "turn", "spread", "calls", "calls_vary", "observation", "tool_spread"}
+        values: dict[str, Any] = {}
         for setting in given:
             key, _, value = setting.partition("=")
             if key not in keys:
@@ -91,6 +104,9 @@ class Workload:
         rng = np.random.default_rng((seed, number))
         task = config.task
         most = task.max_turns if config.search.enabled or task.tools else 0
+        if self.episodes:
+            group = self.episodes[rng.integers(len(self.episodes))]
+            return [self._recorded(config, group[place], most) for place in rng.integers(len(group), size=samples)]
         calls = np.full(samples, round(self.calls)) if not self.calls_vary else rng.poisson(self.calls, samples)
         calls = np.minimum(calls, most)
         lengths = self.turn * np.exp(self.spread * rng.standard_normal((samples, most + 1)) - self.spread**2 / 2)
@@ -103,6 +119,20 @@ class Workload:
             EpisodeDraw(int(self.prompt), _within(task.max_total_tokens - self.prompt, of, observation, seconds, last))
             for of, seconds, last in zip(lengths.tolist(), waits.tolist(), calls.tolist(), strict=True)
         ]
+
+    def _recorded(self, config: RunConfig, episode: EpisodeDraw, most: int) -> EpisodeDraw:
+        """Return a recorded episode within the limits of `config.task`."""
+        task, turns = config.task, list[TurnDraw]()
+        room = float(task.max_total_tokens - episode.prompt)
+        for turn in episode.turns[: most + 1]:
+            generated = min(turn.generated, float(task.max_turn_tokens), max(1.0, room))
+            observation = min(turn.observation, float(task.max_observation_tokens))
+            room -= generated + observation
+            turns.append(TurnDraw(generated, observation, turn.tool_s * self.tool_s))
+            if room < 1:
+                break
+        turns[-1] = TurnDraw(turns[-1].generated, 0.0, 0.0)
+        return EpisodeDraw(episode.prompt, turns)
 
 
 def _within(

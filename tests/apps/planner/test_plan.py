@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,15 +15,20 @@ import pytest
 from rlsys.apps.cli.main import main
 from rlsys.apps.planner.answer import Machines, Planner, machines_of, shape_of, with_shape
 from rlsys.apps.planner.costs import HardwareCosts, Reached, read_reached
+from rlsys.apps.planner.whole_run import whole_run
 from rlsys.apps.planner.workload import Workload
 from rlsys.cluster.planning.cost import EXPECTED, SPEEDS, Shares, StepCost
+from rlsys.cluster.planning.memory import count_parameters, group_memory
 from rlsys.cluster.planning.resolve import make_plan
 from rlsys.config.compose import load_config
 from rlsys.config.schema import AsyncSchedule, RunConfig
 from rlsys.errors import UserError
+from rlsys.observe.run_folder import open_run
 from rlsys.observe.spans import PEAK_TFLOPS
 from rlsys.trainer.batches import SampleSize
 from rlsys.weights.weight_map import read_architecture
+from tests.apps.planner.made import FREE, costs_of
+from tests.support.made_run import made_run
 
 IDEAL = Reached(
     train_compute=0.45,
@@ -30,6 +37,7 @@ IDEAL = Reached(
     decode_memory=0.7,
     link=0.7,
     sync_link=0.5,
+    exchange_s=10e-6,
     half_tokens=0.0,
     call_s=0.0,
     expert_compute=1.0,
@@ -55,10 +63,9 @@ def test_decode_takes_as_long_as_the_estimate_says(name: str) -> None:
     engine = HardwareCosts(config, model, "H100", IDEAL, EXPECTED).engine()
     estimate = StepCost(config, model, shares=Shares(0.45, 0.7, 0.7))
     context = EXPECTED.prompt + (EXPECTED.observations + EXPECTED.generated) / 2
-    exchanges = 2 * model.layers * 10e-6 if config.rollout.engine.tp > 1 else 0.0
     for requests in (1, 16, 128):
         assert requests * 25e-6 < (expected := estimate.decode_s(requests)), "the host's time is hidden"
-        assert engine.decode_s(requests, requests * context)[0] + exchanges == pytest.approx(expected, rel=1e-6)
+        assert engine.decode_s(requests, requests * context)[0] == pytest.approx(expected, rel=1e-6)
     assert engine.cache_tokens == pytest.approx(estimate.room * context)
 
 
@@ -116,8 +123,40 @@ def test_answer_accounts_for_the_step(answer: dict[str, Any]) -> None:
         name: group["memory_gib_per_rank"] for name, group in plan["groups"].items()
     }
     run = answer["run"]
-    assert run["cost"] == pytest.approx(answer["step_s"] * run["steps"] / 3600 * 8 * 2.0)
+    assert run["hours_of"]["steps"] == pytest.approx(answer["step_s"] * run["steps"] / 3600)
+    assert run["cost"] == pytest.approx(sum(run["hours_of"].values()) * 8 * 2.0)
     assert answer["costs"]["speeds"].startswith("data sheet: NVIDIA H100")
+
+
+def test_evaluations_checkpoints_and_failures_lengthen_a_run() -> None:
+    """100 steps of 60 s on 8 devices; an evaluation decodes 100 answers of 50 tokens with 0.02 s a step."""
+    engine = replace(FREE, step_s=0.02, max_running=1000)
+    config = config_of("searchr1_qwen2.5_3b_1node", "trainer.steps=100", "eval.interval=10", "checkpoint.interval=20")
+    config.eval.limit = 100
+    workload = Workload(turn=50, spread=0, calls=0, calls_vary=0, failures=10, restart_s=400)
+    model, costs = read_architecture(config.model.path), costs_of(engine, 1.0, 1.0)
+    hours = whole_run(config, model, "H100", costs, workload, step_s=60, devices=8)
+    assert hours["steps"] == pytest.approx(100 * 60 / 3600)
+    assert hours["evaluations"] == pytest.approx(11 * 50 * 0.02 / 3600, rel=0.01)
+    parts = group_memory(config, model, "actor").parts
+    staged = parts["parameters"] + parts["optimizer"]
+    assert hours["checkpoints"] == pytest.approx(5 * staged / SPEEDS["H100"].host / 3600)
+    # 0.08 failures an hour; each costs 400 s and half of 20 steps.
+    lost = 0.08 / 3600 * (400 + 10 * 60)
+    total = sum(hours.values())
+    assert hours["failures"] == pytest.approx(total * lost)
+    written = replace(config, checkpoint=replace(config.checkpoint, background=False))
+    slower = whole_run(written, model, "H100", costs, workload, step_s=60, devices=8)
+    more = 5 * 12 * count_parameters(model) / 2e9 / 3600
+    assert slower["checkpoints"] - hours["checkpoints"] == pytest.approx(more)
+
+
+def test_failures_that_undo_all_work_never_end() -> None:
+    config = config_of("searchr1_qwen2.5_3b_1node", "trainer.steps=100")
+    costs = costs_of(FREE, 1.0, 1.0)
+    model = read_architecture(config.model.path)
+    hours = whole_run(config, model, "H100", costs, Workload(failures=1e6), step_s=60, devices=8)
+    assert hours["failures"] == float("inf")
 
 
 def test_bottleneck_is_the_busiest_group(answer: dict[str, Any]) -> None:
@@ -173,6 +212,7 @@ def test_machines_are_read_and_applied() -> None:
         (["--assume", "length=3"], "unknown", "--assume"),
         (["--assume", "turn=-3"], "out_of_range", "--assume"),
         (["--assume", "turn=many"], "out_of_range", "--assume"),
+        (["--calibrate", "/none/such"], "not_found", "/none/such"),
         (["model.path=/none/such"], "unknown", "model.path"),
         (["cluster.device_memory_gib=10"], "conflict", "cluster.device_memory_gib"),
         (["cluster.placement.rollout='4-5'"], "conflict", "cluster.placement.inference"),
@@ -192,11 +232,13 @@ def test_mistakes_are_refused_in_one_sentence(
 
 
 @pytest.mark.parametrize("form", ["table", "json"])
-def test_command_prints_the_prediction(
-    form: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_command_prints_the_prediction_and_writes_it_where_a_report_finds_it(
+    form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    run, page = made_run(tmp_path / "run"), tmp_path / "plan.html"
     words = ["plan", "-c", "searchr1_qwen2.5_3b_1node", "--on", "8xH200", "trainer.prompts_per_step=8"]
-    monkeypatch.setattr(sys, "argv", ["rlsys", *words, *(["--json"] if form == "json" else [])])
+    words += ["--json"] if form == "json" else ["--html", str(page), "--save", str(run)]
+    monkeypatch.setattr(sys, "argv", ["rlsys", *words])
     with pytest.raises(SystemExit) as ended:
         main()
     printed = capsys.readouterr().out
@@ -208,6 +250,16 @@ def test_command_prints_the_prediction(
     else:
         assert "8 x H200" in printed
         assert "bottleneck" in printed
+        saved = open_run(run).plan()
+        assert saved is not None
+        assert f"step        {saved['step_s']:.1f} s" in printed
+        (text,) = re.findall(r'id="model">(.*?)</script>', page.read_text())
+        (shown,) = json.loads(text)["runs"]
+        steps = [step["seconds"] for step in shown["time"]["steps"]]
+        assert sum(steps) / len(steps) == pytest.approx(saved["step_s"], rel=1e-6)
+        assert shown["time"]["groups"]["actor"]["busy"]["training"] > 0
+        assert all(step["path"]["links"] for step in shown["time"]["steps"]), "each step has a critical path"
+        assert shown["plan"]["seconds"][0]["predicted"] == saved["step_s"]
 
 
 def test_shape_of_an_unknown_model_is_refused() -> None:

@@ -12,7 +12,7 @@ import pytest
 from rlsys.apps.planner.answer import Planner, check, with_shape
 from rlsys.apps.planner.costs import read_reached
 from rlsys.apps.planner.engine import Prefix, Request, SimulatedEngine
-from rlsys.apps.planner.estimate import calls_s, generation_s
+from rlsys.apps.planner.estimate import calls_s, generation_s, steady_generation_s
 from rlsys.apps.planner.search import PlacementSearch, render_search
 from rlsys.apps.planner.virtual_time import now, run_virtually
 from rlsys.apps.planner.workload import Workload
@@ -95,8 +95,36 @@ def test_estimate_of_generation_agrees_with_the_simulated_engine(running: int) -
     assert generation_s(costs, sorted(lengths), 50, len(lengths)) == pytest.approx(run_virtually(run()), rel=0.1)
 
 
+def test_estimate_of_steady_generation_agrees_with_the_simulated_engine() -> None:
+    """64 requests at a time, of which another begins whenever one ends; the first and the last 500 are not counted."""
+    costs = replace(FREE, token_s=1e-4, request_s=5e-5, cache_s=2e-6, prefill_s=1e-5)
+    lengths = np.exp(np.random.default_rng(0).normal(4, 0.6, 2500)).round().clip(1, 400).tolist()
+
+    async def run() -> float:
+        engine, done, left, times = SimulatedEngine(costs), asyncio.Event(), [*lengths], [0.0]
+
+        def begin() -> None:
+            engine.submit(Request(Prefix(50, 1), ended=end, left=left.pop()))
+
+        def end(request: Request) -> None:
+            engine.leave(request)
+            times.append(now())
+            if left:
+                begin()
+            else:
+                done.set()
+
+        for _ in range(64):
+            begin()
+        await done.wait()
+        return times[2000] - times[500]
+
+    expected = steady_generation_s(costs, sorted(lengths), 50, 1500, 64)
+    assert expected == pytest.approx(run_virtually(run()), rel=0.1)
+
+
 def test_estimate_of_calls_is_that_of_equal_ranks() -> None:
-    call = replace(costs_of(FREE, 1e-3, 1e-3).calls["actor"], stages=2, call_s=0.5, apply_s=0.25)
+    call = replace(costs_of(FREE, 1e-3, 1e-3).calls["actor"], half_tokens=50.0, stages=2, call_s=0.5, apply_s=0.25)
     size = SampleSize(100, 50)
     plan = [[[0, 0], [0, 0], [0, 0]]] * 4
     assert calls_s(call, size, 6, 200, 1) == pytest.approx(call.seconds(plan, [size]) + 0.25)

@@ -1,0 +1,43 @@
+"""Tests of the comparison of predictions with own runs: the summary by hand, the rows, and the deeper model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from bench.plan_runs import ROWS, deepen, summary
+from rlsys.config.compose import load_config
+
+POLICY = Path("examples/searchr1/tiny/policy")
+
+
+def test_first_row_is_no_prediction_and_its_error_does_not_count() -> None:
+    measured, predicted = [10.0, 8.0, 6.0, 5.0], [9.0, 8.4, 6.6, 4.0]
+    rows = [
+        {"name": row.name, "measured": one, "predicted": other, "error": abs(other / one - 1)}
+        for row, one, other in zip(ROWS, measured, predicted, strict=False)
+    ]
+    found = summary(rows)
+    assert found["median_error"] == pytest.approx(0.1)
+    assert found["max_error"] == pytest.approx(0.2)
+    assert found["rank_correlation"] == pytest.approx(1.0)
+    assert summary([{"name": ROWS[0].name, "measured": 1.0}]) == {}
+
+
+def test_rows_of_own_runs_are_configs() -> None:
+    for row in ROWS:
+        assert load_config("searchr1_tiny_cpu", [*row.settings, "trainer.steps=5"]).trainer.steps == 5
+
+
+def test_deeper_model_computes_the_same(tmp_path: Path) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    deepen(POLICY, tmp_path / "deep")
+    models = [AutoModelForCausalLM.from_pretrained(path).eval() for path in (POLICY, tmp_path / "deep")]
+    tokens = torch.arange(5, 25).unsqueeze(0)
+    with torch.no_grad():
+        one, other = (model(tokens).logits for model in models)
+    assert models[1].config.num_hidden_layers == 3 * models[0].config.num_hidden_layers
+    torch.testing.assert_close(one, other, rtol=0, atol=1e-5)
