@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import errno
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, Literal, get_args
 
@@ -48,7 +49,15 @@ class UserError(Exception):
 
 
 class RunError(Exception):
-    """Failure of a run, such as a dead worker or a time-out. The message is one sentence that names the cause."""
+    """Failure of a run, such as a dead worker or a time-out. The message is one sentence that names the cause.
+
+    `code` tells causes outside of the run, such as a full disk. It survives pickling, since errors cross process
+    boundaries.
+    """
+
+    def __init__(self, *sentence: str, code: Code | None = None) -> None:
+        super().__init__(*sentence)
+        self.code = code
 
 
 class PeerLost(RunError):
@@ -59,17 +68,46 @@ class Interrupted(Exception):
     """The run stopped at the user's request."""
 
 
-def root_cause(error: BaseException) -> BaseException:
-    """Return the error to show: the first UserError or RunError of an exception group, else its first error."""
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
+"""Errors that only disks raise, so they need no file name to be told from others."""
+_DISK: Mapping[int, tuple[Code | None, str]] = {
+    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), ("no_room", "free some space there")),
+    **dict.fromkeys((errno.EROFS, errno.EACCES, errno.EPERM), ("denied", "let this user read and write there")),
+    errno.EFBIG: ("no_room", "allow larger files (ulimit -f)"),
+    errno.EIO: (None, "check its disk"),
+}
+"""Error number of a disk error -> code and fix."""
+
+
+def disk_code(problem: OSError) -> Code | None:
+    """Return the code of a disk error."""
+    return _DISK.get(problem.errno or 0, (None, ""))[0]
+
+
+def disk_error(problem: OSError, place: object) -> RunError:
+    """Return the error to show for `problem` at the file or folder `place`: one sentence with the fix, and a code."""
+    code, fix = _DISK.get(problem.errno or 0, (None, "check this path"))
+    return RunError(f"{place} cannot be read or written ({problem.strerror or problem}): {fix}.", code=code)
+
+
+def root_cause(
+    error: BaseException, place: str = "A file (in output_dir or TMPDIR, or the output of this command)"
+) -> BaseException:
+    """Return the error to show: the first UserError or RunError of an exception group, else its first error.
+
+    A disk error becomes a RunError about its file, or about `place` if it names none.
+    """
+    if isinstance(error, OSError) and error.errno in _DISK and (error.filename or error.errno in _FULL):
+        return disk_error(error, error.filename or place)
     if not isinstance(error, BaseExceptionGroup):
         return error
-    causes = [root_cause(inner) for inner in error.exceptions]
+    causes = [root_cause(inner, place) for inner in error.exceptions]
     return next((cause for cause in causes if isinstance(cause, UserError | RunError)), causes[0])
 
 
 def code_of(error: BaseException) -> Code | None:
-    """Return the code of a UserError, and None for any other error."""
-    return error.code if isinstance(error, UserError) else None
+    """Return the code of a UserError or a RunError, and None for any other error."""
+    return error.code if isinstance(error, UserError | RunError) else None
 
 
 def with_code(sentence: object, code: Code | None) -> str:

@@ -48,21 +48,27 @@ def write_atomically(path: Path, text: str) -> None:
 def open_atomically(path: Path) -> Iterator[BinaryIO]:
     """Yield a temporary file that replaces the file at `path` when the body completes.
 
-    Every OSError, also one from the body, is re-raised with `path` as its file name, because "disk full" errors have no
-    file name.
+    Every OSError, also one from the body, names `path`, as `named` does.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
-        with part.open("wb") as file:
+        with named(path), part.open("wb") as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
-        part.replace(path)
-    except OSError as problem:
-        raise OSError(problem.errno, problem.strerror or str(problem), str(path)) from problem
+            part.replace(path)
     finally:
         part.unlink(missing_ok=True)
+
+
+@contextmanager
+def named(path: Path) -> Iterator[None]:
+    """Re-raise every OSError of the body with `path` as its file name: errors of a failed write have none."""
+    try:
+        yield
+    except OSError as problem:
+        raise OSError(problem.errno, problem.strerror or str(problem), str(path)) from problem
 
 
 def remove_partial_files(folder: Path) -> None:

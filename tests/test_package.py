@@ -1,5 +1,6 @@
 """Tests of the package from outside: public and deprecated names, and its errors."""
 
+import errno
 import inspect
 import os
 import pickle
@@ -11,7 +12,7 @@ import pytest
 
 import rlsys
 import rlsys.apps.api
-from rlsys.errors import RunError, UserError, root_cause
+from rlsys.errors import Code, RunError, UserError, code_of, root_cause
 from tests.support.paths import PROJECT
 
 CODE = """
@@ -98,3 +99,33 @@ def test_the_root_cause_is_the_first_error_with_a_message_for_users(error: BaseE
 def test_a_pickled_error_keeps_its_code_and_key() -> None:
     arrived = pickle.loads(pickle.dumps(OTHER))
     assert (type(arrived), str(arrived), arrived.code, arrived.key) == (UserError, "second", "missing", "a")
+    arrived = pickle.loads(pickle.dumps(RunError("The disk is full.", code="no_room")))
+    assert (type(arrived), str(arrived), arrived.code) == (RunError, "The disk is full.", "no_room")
+
+
+@pytest.mark.parametrize(
+    ("number", "code"),
+    [
+        (errno.ENOSPC, "no_room"),
+        (errno.EDQUOT, "no_room"),
+        (errno.EFBIG, "no_room"),
+        (errno.EROFS, "denied"),
+        (errno.EACCES, "denied"),
+        (errno.EPERM, "denied"),
+        (errno.EIO, None),
+    ],
+)
+def test_an_error_of_a_disk_is_shown_as_one_sentence_with_its_file_and_code(number: int, code: Code | None) -> None:
+    problem = OSError(number, os.strerror(number), "/a/file")
+    for error in (problem, ExceptionGroup("all", [ExceptionGroup("inner", [FIRST, problem])])):
+        shown = root_cause(error)
+        assert (type(shown), code_of(shown)) == (RunError, code)
+        assert str(shown).startswith("/a/file")
+        assert "Errno" not in str(shown)
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EPERM])
+def test_only_an_error_that_no_other_call_raises_needs_no_file_to_be_one_of_a_disk(number: int) -> None:
+    """A signal to the process of another user raises EPERM."""
+    error = OSError(number, os.strerror(number))
+    assert (root_cause(error) is error) == (number == errno.EPERM)

@@ -31,14 +31,14 @@ import psutil
 import ray
 from ray.util.placement_group import PlacementGroup
 
-from rlsys.cluster.local_ray import interface_settings, own_addresses, promised_port
+from rlsys.cluster.local_ray import interface_settings, own_addresses, promised_port, ray_parent
 from rlsys.cluster.planning.placement import DeviceSlot
 from rlsys.cluster.runtime import RESOURCE, SEES_ALL_GPUS, device_ids, hosts_of, remote_shell, within
 from rlsys.cluster.seats import Seats
 from rlsys.cluster.stacks import SIGNAL, StackWriter, call_of, processes_of
 from rlsys.config.derived import stage_limits
 from rlsys.config.schema import ClusterConfig, Device
-from rlsys.errors import PeerLost, RunError, UserError
+from rlsys.errors import PeerLost, RunError, UserError, root_cause
 
 DEATH_S = 10.0
 """Time to wait for Ray to report a dead process, after its peers have already failed."""
@@ -397,8 +397,15 @@ async def together(*calls: Awaitable[Any]) -> list[Any]:
 
 
 def share(value: Any) -> Any:
-    """Put `value` into Ray's object store once, to pass it to many calls."""
-    return ray.put(value)
+    """Put `value` into Ray's object store once, to pass it to many calls. Raises RunError if memory and disk are full."""
+    try:
+        return ray.put(value)
+    except ray.exceptions.OutOfDiskError as problem:
+        raise RunError(
+            f"Ray's object store and the disk of its folder in {ray_parent()} are full: free some space there, or set TMPDIR "
+            "to a folder of another disk.",
+            code="no_room",
+        ) from problem
 
 
 def _environment(cluster: ClusterConfig, device_ids: Sequence[str] | None) -> dict[str, str]:
@@ -432,8 +439,11 @@ def _explain(rank: Rank, purpose: str, problem: BaseException) -> Exception:
     """Turn a rank's failure into an error with one sentence and the last lines of its log."""
     if isinstance(problem, ray.exceptions.RayTaskError):
         cause = problem.cause if isinstance(problem.cause, Exception) else problem
+        shown = root_cause(cause, f"a file of its machine, such as its log {rank.log},")
         if isinstance(cause, UserError | RunError):
             return cause
+        if isinstance(shown, RunError):
+            return RunError(f"{rank.name} failed {purpose}: {shown}", code=shown.code)
         return RunError(f"{rank.name} failed {purpose}: {type(cause).__name__}: {cause}\n{_tail(rank)}")
     if isinstance(problem, _DEATHS):
         died = f"{rank.name} died before it could {purpose.removeprefix('to ')}"

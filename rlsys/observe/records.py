@@ -16,13 +16,13 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Mapping
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rlsys.errors import RunError
+from rlsys.errors import disk_error
 from rlsys.files import json_safe, limited_lines, open_regular, parse_json, write_atomically
 from rlsys.observe.spans import Interval, Span
 
@@ -39,21 +39,26 @@ class LineLog:
     """
 
     def __init__(self, path: Path, position: int | None = None) -> None:
-        """`position`: byte offset to truncate the file to; None keeps all of it."""
-        path.parent.mkdir(parents=True, exist_ok=True)
+        """`position`: byte offset to truncate the file to; None keeps all of it. Raises RunError on a disk error."""
         self._path = path
-        self._file = path.open("a+b", buffering=0)
-        self._end = self._file.tell()
-        if position is not None and position < self._end:
-            self._file.truncate(position)
-            self._end = position
+        with self._in_one_sentence():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = path.open("a+b", buffering=0)
+            self._end = self._file.tell()
+            if position is not None and position < self._end:
+                self._file.truncate(position)
+                self._end = position
         if self._end > 0 and os.pread(self._file.fileno(), 1, self._end - 1) != b"\n":
             self._write(b"\n")
 
     @property
     def position(self) -> int:
-        """Byte offset of the end of the file. Calls fsync first, so these bytes survive a machine crash."""
-        os.fsync(self._file.fileno())
+        """Byte offset of the end of the file. Calls fsync first, so these bytes survive a machine crash.
+
+        Raises RunError on a disk error.
+        """
+        with self._in_one_sentence():
+            os.fsync(self._file.fileno())
         return self._end
 
     def append(self, row: Mapping[str, Any]) -> None:
@@ -66,15 +71,23 @@ class LineLog:
 
     def _write(self, line: bytes) -> None:
         begun = self._end
+        with self._in_one_sentence():
+            try:
+                while line:
+                    written = self._file.write(line)
+                    self._end, line = self._end + written, line[written:]
+            except OSError:
+                with suppress(OSError):
+                    self._file.truncate(begun)
+                    self._end = begun
+                raise
+
+    @contextmanager
+    def _in_one_sentence(self) -> Iterator[None]:
         try:
-            while line:
-                written = self._file.write(line)
-                self._end, line = self._end + written, line[written:]
+            yield
         except OSError as problem:
-            with suppress(OSError):
-                self._file.truncate(begun)
-                self._end = begun
-            raise RunError(f"{self._path} could not be written: {problem.strerror}.") from problem
+            raise disk_error(problem, self._path) from problem
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:

@@ -28,7 +28,7 @@ import yaml
 from rlsys.config.compose import as_dict, differences
 from rlsys.config.schema import RunConfig
 from rlsys.data.question import SourceState
-from rlsys.errors import RunError, UserError
+from rlsys.errors import UserError, disk_error
 from rlsys.files import Claimed, claim, read_yaml, sha256_of, write_atomically
 from rlsys.observe.environment import RUN, changes, environment
 from rlsys.observe.kept import copy_trajectories
@@ -132,7 +132,7 @@ def folder_of(config: RunConfig, origin: Origin | None) -> Path:
         try:
             _copy_history(origin, run_dir)
         except OSError as problem:
-            raise RunError(f"The history of {origin.run_dir} cannot be copied to {run_dir}: {problem}.") from problem
+            raise disk_error(problem, problem.filename or run_dir) from problem
     return run_dir
 
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from rlsys.errors import RunError, UserError
+from rlsys.errors import RunError, UserError, disk_error
 from rlsys.weights.checkpoint.store import CheckpointStore, RetentionPolicy
 
 logger = logging.getLogger(__name__)
@@ -145,4 +145,4 @@ def _one_sentence(checkpoint: Path) -> Iterator[None]:
     try:
         yield
     except OSError as problem:
-        raise RunError(f"{checkpoint} could not be written: {problem.strerror or problem}.") from problem
+        raise disk_error(problem, checkpoint) from problem

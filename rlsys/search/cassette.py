@@ -37,7 +37,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rlsys.errors import RunError, UserError
+from rlsys.errors import RunError, UserError, disk_error
 from rlsys.search.retrieval import Failure, Passage, SearchResult, differences, listed, served
 from rlsys.search.wire import as_sent
 
@@ -235,9 +235,9 @@ class CassetteFile:
         try:
             written = os.write(self._file, line)
         except OSError as error:
-            raise RunError(f"the cassette {self._path} cannot be written: {error}") from error
+            raise disk_error(error, f"the cassette {self._path}") from error
         if written < len(line):
-            raise RunError(f"the cassette {self._path} cannot be written: the disk is full")
+            raise RunError(f"the cassette {self._path} cannot be written: free some space on its disk.", code="no_room")
 
 
 def _parsed(line: bytes) -> Any:

@@ -94,7 +94,8 @@ class Offload:
             room = "host memory" if on_gpu else f"the folder {Path(scratch).resolve()}"
             raise RunError(
                 f"{self._owner} could not be offloaded: its {away.nbytes} bytes, less those of gradients, do not fit "
-                f"into {room}; free some space. ({error})"
+                f"into {room}; free some space. ({getattr(error, 'strerror', None) or error})",
+                code="no_room",
             ) from error
         self.away = away
         away.release()

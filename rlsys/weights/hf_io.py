@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from rlsys.errors import Code, UserError
+from rlsys.files import named
 from rlsys.weights.transport import bytes_of, checksum, write_all
 from rlsys.weights.weight_map import WeightMap
 
@@ -170,7 +171,7 @@ def write_safetensors(path: Path, specs: Sequence[TensorSpec], tensors: Iterable
     """
     partial = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        with partial.open("wb", buffering=0) as file:
+        with named(path), partial.open("wb", buffering=0) as file:
             write_all(file, _header(specs))
             given = iter(tensors)
             for spec in specs:
@@ -206,7 +207,7 @@ def _header(specs: Sequence[TensorSpec]) -> bytes:
 def _once(found: Iterable[tuple[str, _Stored]]) -> dict[str, _Stored]:
     """Return the tensors by name, with stacks of experts split. Raises UserError for a duplicate name."""
     stored: dict[str, _Stored] = {}
-    for name, tensor in (named for item in found for named in _by_expert(*item)):
+    for name, tensor in (own for item in found for own in _by_expert(*item)):
         if name in stored:
             raise UserError(
                 f"{stored[name].file} and {tensor.file} both hold {name}, and nothing says which one is valid: move "

@@ -58,6 +58,7 @@ from torch.multiprocessing import reductions
 
 from rlsys.config.schema import Device, SyncMode
 from rlsys.errors import PeerLost, RunError
+from rlsys.files import named
 from rlsys.weights.sockets import listener
 from rlsys.weights.weight_map import aligned, packed
 
@@ -649,9 +650,12 @@ class DiskSender(Sender):
         number = self._sent + 1
         file = self._folder / f"bucket-{number:06d}"
         partial = file.with_name(f".{file.name}.partial")
-        with partial.open("wb", buffering=0) as out:
-            write_all(out, bytes_of(bucket.flat).data)
-        partial.rename(file)
+        try:
+            with named(file), partial.open("wb", buffering=0) as out:
+                write_all(out, bytes_of(bucket.flat).data)
+                partial.rename(file)
+        finally:
+            partial.unlink(missing_ok=True)
         self._files[number] = file
         return self._handle(bucket, str(file.resolve()))
 

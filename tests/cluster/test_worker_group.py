@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import signal
 from collections.abc import AsyncIterator, Iterator
@@ -93,6 +94,39 @@ async def test_failure_silence_and_death_are_distinguished_and_name_the_rank(
         with pytest.raises(RankDied, match=r"(?s)toy rank 1 .*about to fall over") as died:
             await group.call("die_on", 1)
         assert died.value.rank == 1
+
+
+async def test_disk_error_of_a_worker_is_one_sentence_with_rank_file_and_code(
+    bundles: PlacementGroup, tmp_path: Path
+) -> None:
+    async with group_of(bundles, SEATS[:1], tmp_path) as group:
+
+        async def failure(method: str, *error: Exception) -> RunError:
+            with pytest.raises(RunError, match="toy rank 0") as raised:
+                await group.call(method, *error)
+            return raised.value
+
+        full = await failure("write_to_full_disk")
+        assert full.code == "no_room"
+        assert str(tmp_path / "toy-0.log") in str(full), "the failed write itself names no file"
+        quota = await failure("fail", OSError(errno.EDQUOT, "Disk quota exceeded", "/a/file"))
+        assert quota.code == "no_room"
+        assert "/a/file" in str(quota)
+        assert "Errno" not in f"{full}{quota}"
+        assert (await failure("fail", PermissionError(errno.EACCES, "Permission denied", "/a/file"))).code == "denied"
+        own = await failure("fail", RunError("toy rank 0 has no room.", code="no_room"))
+        assert (str(own), own.code) == ("toy rank 0 has no room.", "no_room")
+        assert (await failure("fail", ConnectionResetError(errno.ECONNRESET, "Connection reset by peer"))).code is None
+
+
+def test_full_disk_of_ray_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(_: object) -> None:
+        raise ray.exceptions.OutOfDiskError("Local disk is full")
+
+    monkeypatch.setattr(ray, "put", full)
+    with pytest.raises(RunError, match="TMPDIR") as raised:
+        worker_group.share(1)
+    assert raised.value.code == "no_room"
 
 
 async def test_rank_that_waits_for_a_stopped_peer_is_located_in_its_collective(

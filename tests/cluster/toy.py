@@ -46,6 +46,13 @@ class Toy:
             raise ValueError("the tensor is upside down")
         time.sleep(3600)
 
+    def fail(self, error: Exception) -> None:
+        raise error
+
+    def write_to_full_disk(self) -> None:
+        with open("/dev/full", "wb", buffering=0) as file:
+            file.write(b"x")
+
     def refuse(self) -> None:
         raise UserError("some.key=3 must be 2.", code="out_of_range", key="some.key")
 

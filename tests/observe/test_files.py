@@ -154,6 +154,14 @@ def test_position_is_synced_to_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     log.append({"row": 1})
     assert log.position == synced[0] == len('{"row": 1}\n')
 
+    def full(_: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(RunError, match=r"rows\.jsonl") as raised:
+        _ = log.position
+    assert raised.value.code == "no_room"
+
 
 def test_full_disk_is_reported_and_leaves_no_partial_row(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
@@ -162,10 +170,11 @@ def test_full_disk_is_reported_and_leaves_no_partial_row(tmp_path: Path) -> None
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (20, hard))
     try:
-        with pytest.raises(RunError, match=r"rows\.jsonl"):
+        with pytest.raises(RunError, match=r"rows\.jsonl") as raised:
             log.append({"row": 2, "text": "long enough"})
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert raised.value.code == "no_room"
     assert rows(path) == [{"row": 1}], "the partial row must be removed"
     log.append({"row": 3})
     assert log.position == path.stat().st_size

@@ -20,6 +20,7 @@ from rlsys.observe.status import (
     StageState,
     Status,
     StatusFile,
+    ending,
     read_status,
 )
 from tests.support.trajectories import trajectory
@@ -106,3 +107,9 @@ def test_end_of_a_run_is_written_on_a_full_disk(
     assert (read_status(tmp_path) or {})["ended"] == "failed: full"
     (record,) = caplog.records
     assert str(tmp_path / "status.json") in record.getMessage(), "the warning must come once"
+
+
+def test_end_of_a_run_by_a_full_disk_names_the_file_in_words() -> None:
+    told = ending(ExceptionGroup("all", [OSError(errno.ENOSPC, "No space left on device", "/a/file")]))
+    assert told.startswith("failed: /a/file ")
+    assert "Errno" not in told

@@ -198,8 +198,9 @@ async def test_old_checkpoint_that_cannot_be_deleted_does_not_end_the_run(
 
 async def test_disk_full_while_the_drivers_part_is_written_leaves_nothing(run: SavingRun) -> None:
     await run.save(1)
-    with pytest.raises(RunError, match="global_step_2"):
+    with pytest.raises(RunError, match="global_step_2") as raised:
         await run.begin(2, full)
+    assert raised.value.code == "no_room"
     assert run.events == [], "no part was begun"
     assert run.left() == ["global_step_1"]
     await run.save(2)

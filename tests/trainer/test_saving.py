@@ -17,7 +17,7 @@ from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
 from rlsys.config.algorithm import AlgorithmConfig, FullKl
 from rlsys.config.schema import Dtype, ParallelConfig
-from rlsys.errors import RunError, UserError
+from rlsys.errors import Code, RunError, UserError
 from rlsys.trainer.actor import Actor
 from rlsys.trainer.log_prob import ReferencePlan
 from rlsys.trainer.model.layers import RMSNorm
@@ -126,13 +126,13 @@ class ObservedActor(Actor):
         """Load only the model's weights, as a conversion does."""
         self._model.load_checkpoint(folder)
 
-    def fails(self, method: str, *args: Any) -> tuple[str, str]:
-        """Class and message of the error that a call raises; two empty texts if it raises none."""
+    def fails(self, method: str, *args: Any) -> tuple[str, str, Code | None]:
+        """Class, message and code of the error that a call raises; empty if it raises none."""
         try:
             getattr(self, method)(*args)
         except (UserError, RunError) as error:
-            return type(error).__name__, str(error)
-        return "", ""
+            return type(error).__name__, str(error), error.code
+        return "", "", None
 
     def draw(self) -> list[float]:
         """One number from each random generator."""
@@ -271,7 +271,7 @@ async def test_save_waits_for_the_previous_one_and_frees_its_copy_when_complete(
     assert is_complete(second)
     assert await group.call("keeps_a_copy") == [False, False]
     assert await group.call("finish_save") == [WriteStats(0, 0.0)] * 2
-    for kind, message in await group.call("fails", "begin", second):
+    for kind, message, _ in await group.call("fails", "begin", second):
         assert kind == "UserError"
         assert second in message
 
@@ -284,10 +284,10 @@ async def test_full_disk_is_reported_on_all_ranks_and_leaves_no_complete_checkpo
         (full / name).symlink_to("/dev/full")
         await group.call("begin", str(full))
         # The next `begin_save` or `finish_save` raises the error of the previous save.
-        for kind, message in await group.call(
+        for kind, message, code in await group.call(
             "fails", *(("begin", str(tmp_path / "other")) if number else ("finish_save",))
         ):
-            assert kind == "RunError"
+            assert (kind, code) == ("RunError", "no_room")
             assert str(full) in message
             assert "No space left on device" in message
         assert not is_complete(full)
@@ -297,7 +297,7 @@ async def test_full_disk_is_reported_on_all_ranks_and_leaves_no_complete_checkpo
     await group.call("save", str(tmp_path / "next"))
     assert is_complete(tmp_path / "next")
     (tmp_path / "file").touch()
-    for kind, message in await group.call("fails", "begin", str(tmp_path / "file" / "folder")):
+    for kind, message, _ in await group.call("fails", "begin", str(tmp_path / "file" / "folder")):
         assert kind == "RunError"
         assert "file/folder" in message
     assert await group.call("saving") == [False, False], "no save may begin"

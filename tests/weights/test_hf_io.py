@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import pickle
@@ -99,6 +100,14 @@ def test_tensors_that_differ_from_their_specs_make_no_file(tensors: list[tuple[s
     specs = [TensorSpec("a", torch.float32, (2,)), TensorSpec("b", torch.float32, (3,))]
     with pytest.raises(ValueError):  # noqa: PT011
         write_safetensors(tmp_path / SINGLE, specs, iter(tensors))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_full_disk_is_reported_with_the_file(tmp_path: Path) -> None:
+    (tmp_path / f".{SINGLE}.{os.getpid()}").symlink_to("/dev/full")
+    with pytest.raises(OSError, match=SINGLE) as raised:
+        write_safetensors(tmp_path / SINGLE, [TensorSpec("a", torch.float32, (2,))], [("a", torch.zeros(2))])
+    assert (raised.value.errno, raised.value.filename) == (errno.ENOSPC, str(tmp_path / SINGLE))
     assert list(tmp_path.iterdir()) == []
 
 

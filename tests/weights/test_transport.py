@@ -5,6 +5,7 @@ Memory that torch shares between processes stands in for GPU memory.
 
 from __future__ import annotations
 
+import errno
 import inspect
 import os
 import pickle
@@ -256,6 +257,15 @@ def test_members_that_wait_for_another_leave_when_the_meeting_ends(
         for wait, who in zip(waits, ("bucket 1 .* rollout rank 1", "bucket 2 .* rollout rank 0"), strict=True):
             with pytest.raises(PeerLost, match=who):
                 wait.result()
+
+
+def test_bucket_that_does_not_fit_on_the_disk_is_named_and_leaves_no_file(tmp_path: Path) -> None:
+    sender = open_sender(spec(SyncMode.disk, 1, tmp_path))
+    (tmp_path / "weights" / ".bucket-000001.partial").symlink_to("/dev/full")
+    with pytest.raises(OSError, match="bucket-000001") as raised:
+        sender.send(pack_into(sender.next_slot(), BUCKETS[0]))
+    assert raised.value.errno == errno.ENOSPC
+    assert list((tmp_path / "weights").iterdir()) == []
 
 
 def test_missing_or_short_bucket_file_is_named_after_the_timeout(tmp_path: Path) -> None:

@@ -5,7 +5,6 @@ A user's mistake prints one sentence with its code to stderr and exits with 2; a
 
 from __future__ import annotations
 
-import errno
 import sys
 from collections.abc import Callable
 
@@ -16,9 +15,6 @@ from rlsys.apps.running import ends_by_itself
 from rlsys.errors import Interrupted, RunError, UserError, code_of, root_cause, with_code
 
 STATUS = {UserError: 2, RunError: 1, Interrupted: 130}
-
-_DISK = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO}
-"""Disk errors, reported without a traceback."""
 
 _HELP = "Reinforcement learning for language models that search."
 app = typer.Typer(help=_HELP, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
@@ -55,8 +51,6 @@ def run_command(command: Callable[[], None]) -> None:
         cause = root_cause(error)
         if isinstance(cause, KeyboardInterrupt):
             cause = Interrupted("Interrupted.")
-        if isinstance(cause, OSError) and cause.errno in _DISK and cause.filename:
-            cause = RunError(f"{cause.filename} cannot be written or read: {cause.strerror}.")
         for kind, status in STATUS.items():
             if isinstance(cause, kind):
                 print(with_code(cause, code_of(cause)), file=sys.stderr)

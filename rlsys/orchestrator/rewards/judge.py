@@ -32,7 +32,7 @@ from tenacity.wait import wait_exponential_jitter
 from rlsys.config.schema import JUDGE_PLACEHOLDERS, JudgeConfig
 from rlsys.data.answers import exact_match
 from rlsys.data.question import Question
-from rlsys.errors import RunError, UserError
+from rlsys.errors import RunError, UserError, disk_error
 from rlsys.files import parse_json
 from rlsys.observe.metrics import Metric
 from rlsys.search.wire import BodyError, Encoding, read_body
@@ -214,9 +214,11 @@ class Verdicts:
         try:
             whole = os.write(self._file, line) == len(line)
         except OSError as error:
-            raise RunError(f"reward.judge.cache_path={self._path} cannot be written: {error.strerror}.") from error
+            raise disk_error(error, f"reward.judge.cache_path={self._path}") from error
         if not whole:
-            raise RunError(f"reward.judge.cache_path={self._path} cannot be written: its disk is full.")
+            raise RunError(
+                f"reward.judge.cache_path={self._path} cannot be written: free some space on its disk.", code="no_room"
+            )
 
 
 class ChatEndpoint:

@@ -52,7 +52,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.utils._pytree import tree_leaves
 
-from rlsys.errors import Code, RunError, UserError
+from rlsys.errors import Code, RunError, UserError, disk_code
 from rlsys.weights.checkpoint.megatron_reader import (
     BACKEND,
     COMMON,
@@ -237,10 +237,12 @@ def _agree(folder: Path, action: Callable[[], T]) -> list[T]:
     except UserError as error:
         failure = error
     except Exception as error:  # noqa: BLE001
-        cause, reason = error, f"{_reason(error)}, rank {dist.get_rank()}"
+        cause, on_disk = error, _disk_problem(error)
+        reason = f"{type(error).__name__}: {error}" if on_disk is None else on_disk.strerror
         failure = RunError(
-            f"The checkpoint {folder} could not be written ({reason}): check free space and write permission; earlier "
-            "checkpoints are intact."
+            f"The checkpoint {folder} could not be written ({reason}, rank {dist.get_rank()}): check free space and write "
+            "permission; earlier checkpoints are intact.",
+            code=None if on_disk is None else disk_code(on_disk),
         )
     outcomes: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(outcomes, (result, failure))
@@ -250,14 +252,14 @@ def _agree(folder: Path, action: Callable[[], T]) -> list[T]:
     return [result for result, _ in outcomes]
 
 
-def _reason(error: BaseException) -> str:
-    """Return the message of the underlying OSError, if any, else of `error`."""
+def _disk_problem(error: BaseException) -> OSError | None:
+    """Return the OSError that underlies `error`, if any."""
     inner: BaseException | None = error
     while inner is not None:
         if isinstance(inner, OSError) and inner.strerror:
-            return inner.strerror
+            return inner
         inner = inner.__cause__ or inner.__context__
-    return f"{type(error).__name__}: {error}"
+    return None
 
 
 def host_copies(tensors: Sequence[Tensor]) -> list[Tensor]:

@@ -25,7 +25,7 @@ from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 import numpy as np
 from numpy.typing import NDArray
 
-from rlsys.errors import RunError, UserError
+from rlsys.errors import UserError, disk_error
 from rlsys.files import open_atomically
 
 _TREE = "tree"
@@ -52,7 +52,7 @@ def save_values(path: Path, value: Any) -> None:
         with open_atomically(path) as file:
             np.savez(file, allow_pickle=False, **members)
     except OSError as problem:
-        raise RunError(f"{path} could not be written: {problem.strerror or problem}.") from problem
+        raise disk_error(problem, path) from problem
 
 
 def load_values(path: Path, kind: type[T]) -> T:

@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.utils.serialization import config
 
 from rlsys.config.schema import ParallelConfig
-from rlsys.errors import RunError, UserError
+from rlsys.errors import UserError, disk_error
 from rlsys.weights.checkpoint.megatron_reader import BACKEND, COMMON, LAYER_STATE, METADATA, key_of, saved
 from rlsys.weights.checkpoint.store import COMPLETE, CheckpointInfo
 from rlsys.weights.weight_map import ALIGNMENT, Cut, Entry, Rule, WeightMap, expert_block, packed, stage_layers
@@ -224,7 +224,7 @@ def _appearing(file: Path) -> Iterator[Path]:
         if cause.filename not in (None, str(partial), str(file)):
             # The error concerns a source file of the tensors, not `file`.
             raise cause from None
-        raise RunError(f"{file} could not be written: {cause.strerror}.") from error
+        raise disk_error(cause, file) from error
 
 
 def _dtypes(weights: WeightMap, dtype_of: Callable[[Entry], torch.dtype]) -> dict[str, torch.dtype]:

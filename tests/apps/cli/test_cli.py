@@ -68,6 +68,7 @@ def test_a_mistake_is_one_sentence_and_creates_nothing(
         (UserError("steps=0 is too few.", code="out_of_range", key="steps"), 2, "steps=0 is too few. [out_of_range]"),
         (BaseExceptionGroup("stages", [KeyError("x"), RunError("actor rank 1 is gone.")]), 1, "actor rank 1 is gone."),
         (OSError(errno.ENOSPC, "No space left on device", "/a/file"), 1, "/a/file"),
+        (OSError(errno.ENOSPC, "No space left on device"), 1, "A file"),
         (KeyboardInterrupt(), 130, "Interrupted"),
     ],
 )

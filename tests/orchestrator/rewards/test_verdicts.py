@@ -34,6 +34,7 @@ def test_verdict_that_cannot_be_written_ends_the_run(
 
     verdicts = Verdicts(str(tmp_path / "verdicts.jsonl"))
     monkeypatch.setattr("rlsys.orchestrator.rewards.judge.os.write", write)
-    with pytest.raises(RunError, match="cannot be written"):
+    with pytest.raises(RunError, match="cache_path") as raised:
         verdicts.put("a", True)
+    assert raised.value.code == "no_room"
     verdicts.close()

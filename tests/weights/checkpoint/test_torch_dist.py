@@ -78,8 +78,9 @@ def test_full_disk_is_reported_with_the_file(hf: Path, weights: WeightMap, tmp_p
     writer = TorchDistWriter(weights, lambda _: torch.float32, ParallelConfig())
     (job,) = writer.files
     (tmp_path / f".{job.name}.partial").symlink_to("/dev/full")
-    with pytest.raises(RunError, match=f"{tmp_path / job.name} .*No space left"):
+    with pytest.raises(RunError, match=f"{tmp_path / job.name} .*No space left") as raised:
         written(writer, tmp_path, hf, [job])
+    assert raised.value.code == "no_room"
     assert list(tmp_path.iterdir()) == []
 
 
