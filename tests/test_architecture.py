@@ -1,10 +1,12 @@
 """Tests of the architecture: the dependency table, the sizes of modules and functions, and forbidden words."""
 
 import ast
+import inspect
 import re
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
+from typing import get_args, get_type_hints
 
 import pytest
 
@@ -146,6 +148,29 @@ def test_a_pure_package_loads_nothing_heavy(package: str) -> None:
     for module in modules:
         heavy = {name for name in loads(module) if any(belongs(name, library) for library in HEAVY)}
         assert heavy == set(), module
+
+
+def test_an_answer_of_a_megatron_process_loads_no_megatron_in_the_driver() -> None:
+    """Unpickling an answer imports the module of its class. Megatron imports W&B too, which makes temporary folders."""
+    # Imported here: the other tests of this file read the code and import none of it.
+    from rlsys.cluster.worker_group import STAGES
+    from rlsys.trainer.actor import Actor, Critic
+    from rlsys.trainer.log_prob import LogProbWorker
+
+    called = {name for name in STAGES if not name.startswith(("sleep", "wake"))}
+    answers: dict[type, str] = {}
+    for worker in (Actor, Critic, LogProbWorker):
+        for name, method in inspect.getmembers(worker, inspect.isfunction):
+            if name in called:
+                waiting = [get_type_hints(method)["return"]]
+                while waiting:
+                    hint = waiting.pop()
+                    waiting += get_args(hint)
+                    if getattr(hint, "__module__", "").startswith("rlsys."):
+                        answers[hint] = hint.__module__
+    assert {kind.__name__ for kind in answers} >= {"WriteStats", "OptimizerStep", "Accumulated", "LogProbs"}
+    for module in answers.values():
+        assert {name for name in loads(module) if belongs(name, "megatron")} == set(), module
 
 
 def test_the_command_line_starts_without_heavy_libraries() -> None:

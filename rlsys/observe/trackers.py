@@ -13,6 +13,7 @@ import logging
 import math
 import os
 import shutil
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -117,11 +118,11 @@ class WandbTracker:
         if offline:
             # Otherwise even an offline run sends data at its end. wandb reads the variable at import.
             os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
-        import wandb
+        with _temporary_files_in(run_dir / "wandb" / "tmp"):
+            import wandb
 
         if online and not wandb.login(prompt=False):  # Without this check, wandb prompts and blocks.
             raise RunError("tracking.wandb_mode=online needs WANDB_API_KEY, or `wandb login`")
-        run_dir.mkdir(parents=True, exist_ok=True)  # Without it, wandb writes to a temporary folder.
         known_as = resumed.ids.get("wandb") if resumed else None
         parts = sorted((run_dir / "wandb").glob(f"*run-*-{known_as}")) if known_as else []
         anew = offline and bool(parts) and all(map(_is_local, parts))
@@ -159,6 +160,21 @@ class WandbTracker:
                 self._run.settings.sync_dir
             ):  # The new run's folder may have the same name if created within the same second.
                 shutil.rmtree(part)
+
+
+@contextmanager
+def _temporary_files_in(folder: Path) -> Iterator[None]:
+    """Let the body make temporary files in `folder`, which is emptied first.
+
+    W&B makes temporary folders at its import. A killed driver leaves them, and its next one removes them here.
+    """
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    before, tempfile.tempdir = tempfile.tempdir, str(folder)
+    try:
+        yield
+    finally:
+        tempfile.tempdir = before
 
 
 class OwnTracker:

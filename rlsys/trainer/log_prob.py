@@ -51,8 +51,8 @@ from rlsys.trainer.model.logprobs import lay_out, logprobs_at, token_logprobs, t
 from rlsys.trainer.model.stage_model import PolicyModel
 from rlsys.trainer.offload import Offload, OffloadStats, Tensors
 from rlsys.weights.checkpoint import sharded
-from rlsys.weights.checkpoint.sharded import CheckpointContent, CheckpointWriter, WriteStats, restore_generators
-from rlsys.weights.checkpoint.store import CheckpointInfo, read_checkpoint_info
+from rlsys.weights.checkpoint.sharded import CheckpointContent, CheckpointWriter, restore_generators
+from rlsys.weights.checkpoint.store import CheckpointInfo, WriteStats, read_checkpoint_info
 from rlsys.weights.transport import (
     Bucket,
     BucketHandle,

@@ -3,6 +3,7 @@
 import errno
 import json
 import sys
+import tempfile
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -82,12 +83,31 @@ def test_resumed_offline_wandb_run_has_each_step_once(tmp_path: Path, monkeypatc
     assert live(ResumePoint(2, {"wandb": first}, 0, counts), 3, 4) == first
     shown = [(row["trainer/step"], row["loss"]) for row in rows]
     assert shown[4:] == [(1, 1.0), (2, 2.0), (3, 30.0), (4, 40.0)]
-    (part,) = (tmp_path / "wandb").iterdir()
+    (part,) = (tmp_path / "wandb").glob("offline-*")
     assert live(ResumePoint(2, {}, 0, counts), 3) != first
     (part / "run.wandb.synced").touch()
     assert live(ResumePoint(2, {"wandb": first}, 0, counts), 3) == first
     assert len(rows) == 10, "the branch and the uploaded run log one row each"
     assert part.exists()
+
+
+def test_temporary_folders_of_wandb_are_in_the_run_and_end_with_the_next_driver(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """W&B makes them at its import, and a killed driver cannot remove them."""
+    fake_wandb(monkeypatch)
+    fake = sys.modules.pop("wandb")
+    (tmp_path / "wandb.py").write_text("import tempfile\nmade = tempfile.mkdtemp()\nfrom fake import *\n")
+    monkeypatch.setitem(sys.modules, "fake", fake)  # type: ignore[arg-type]
+    monkeypatch.syspath_prepend(tmp_path)
+    before, run_dir = tempfile.gettempdir(), tmp_path / "run"
+    left = []
+    for resumed in (None, ResumePoint(2, {}, 0, ())):
+        WandbTracker(run_dir, "run", TrackingConfig(), {}, resumed)
+        left.append(Path(sys.modules.pop("wandb").made))
+    assert [path.parent for path in left] == [run_dir / "wandb" / "tmp"] * 2
+    assert [path.exists() for path in left] == [False, True]
+    assert tempfile.gettempdir() == before
 
 
 def warnings_in(caplog: pytest.LogCaptureFixture) -> list[str]:

@@ -24,8 +24,7 @@ from rlsys.trainer.model.layers import RMSNorm
 from rlsys.trainer.model.logprobs import divergence_of
 from rlsys.trainer.model.stage_model import PolicyModel
 from rlsys.trainer.offload import OffloadStats
-from rlsys.weights.checkpoint.sharded import WriteStats
-from rlsys.weights.checkpoint.store import is_complete
+from rlsys.weights.checkpoint.store import WriteStats, is_complete
 from tests.support.megatron_processes import Host, HostedGroup, fresh, pool, rendezvous
 from tests.trainer import reference
 from tests.trainer.harness import OBJECTIVE, OPTIMIZER, local_model, weights_of

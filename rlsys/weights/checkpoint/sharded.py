@@ -64,19 +64,11 @@ from rlsys.weights.checkpoint.megatron_reader import (
     read_metadata,
     saved,
 )
-from rlsys.weights.checkpoint.store import COMPLETE, CheckpointInfo, is_complete, read_checkpoint_info
+from rlsys.weights.checkpoint.store import COMPLETE, CheckpointInfo, WriteStats, is_complete, read_checkpoint_info
 from rlsys.weights.weight_map import aligned
 
 Shard: TypeAlias = "ShardedTensor | ShardedObject"
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True)
-class WriteStats:
-    """Bytes that one process wrote for one save, and the time that writing took."""
-
-    bytes: int
-    seconds: float  # Writing time of the thread.
 
 
 @dataclass(frozen=True, slots=True)

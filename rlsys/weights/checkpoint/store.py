@@ -210,6 +210,14 @@ class CheckpointInfo:
         return json.dumps(asdict(self))
 
 
+@dataclass(frozen=True, slots=True)
+class WriteStats:
+    """Bytes that one process wrote for one save, and the time that writing took."""
+
+    bytes: int
+    seconds: float  # Writing time of the thread.
+
+
 def is_complete(folder: str | Path) -> bool:
     """Return True if `folder` holds a complete checkpoint."""
     return (Path(folder) / COMPLETE).is_file()
