@@ -1,6 +1,6 @@
 """Strikes the processes of real runs of the demo with faults, and checks that nothing hangs, is lost or is left over.
 
-    python -m bench.chaos --kills 200 --seed 1                     # hours; each fault costs about a minute on two idle cores
+    python -m bench.chaos --kills 200 --seed 1 --minutes 20        # goes on where the last command with this seed stopped
     python -m bench.chaos --kills 1 --first 17 --seed 1 --again    # repeats fault 17
 
 A run has two engines and takes several faults, one after the other, while it recovers. A fault is over when two more
@@ -10,14 +10,17 @@ seconds, for the start of processes on a busy machine, the run counts as hung. E
 one end. What is left after a launch is counted: processes, and files in /dev/shm, in TMPDIR and in the run's folder. It
 needs Linux with unprivileged user namespaces.
 
-Rows of several commands with the same seed are collected in outputs/bench/chaos.json. The exit status is 1 if a run hung,
-lost something, left something over or ended unclearly, or if an exact match differs from that of a run without faults by
-more than noise.
+Rows of several commands with the same seed are collected in outputs/bench/chaos.json, which is up to date after each
+fault. Each row names the commit that it ran on. On another commit, what was as it must be stays, and what was not is struck
+again (`findings.continued`). After `--minutes` no further fault strikes, and the current run trains its last steps. The exit
+status is 1 if a run hung, lost something, left something over or ended unclearly, or if an exact match differs from that of
+a run without faults by more than noise.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import shutil
 import time
 from collections import defaultdict
@@ -37,16 +40,18 @@ from bench.chaos.findings import (
     RECOVERED,
     UNCLEAR,
     Row,
+    continued,
     lost,
     repeat,
     summary,
     temporary,
     verdict,
 )  # fmt: skip
-from bench.chaos.launch import OUT, POLL_S, Launch, enter, newest
+from bench.chaos.launch import OUT, POLL_S, Launch, enter, heal, newest
 from bench.chaos.proxy import Proxy
 from examples.searchr1.tiny.demo import WORLD, prepare_world
 from rlsys.data.question import read_questions
+from rlsys.observe.environment import commit_of
 from rlsys.orchestrator.resume import CHECKPOINTS, RunState
 from rlsys.search.server_process import SearchServer
 from rlsys.weights.checkpoint.state_file import load_values
@@ -54,14 +59,14 @@ from rlsys.weights.checkpoint.store import CheckpointStore
 
 RESULT = Path("outputs/bench/chaos.json")
 LOGS = RESULT.with_suffix("")
-STEPS, SHORT, GROUPS, SEED, QUESTIONS = 20, 3, 8, 1234, 32
+STEPS, SHORT, GROUPS, SEED, QUESTIONS = 40, 3, 4, 1234, 32
 """Steps of a run, and of one for faults at its start and its end alone; prompt groups of a step; questions of an evaluation."""
 ROOM = 5
 """Steps that a fault may need from the wait for its stage to the end of the recovery."""
 SETTINGS = [
     *("-c", "searchr1_tiny_cpu", "name=chaos", "resume=auto", f"trainer.seed={SEED}"),
     *(f"trainer.prompts_per_step={GROUPS}", "trainer.mini_batches=2", "algorithm.n_samples=4"),
-    *("eval.interval=3", f"eval.limit={QUESTIONS}", "checkpoint.interval=1", "checkpoint.keep_last=2"),
+    *("eval.interval=5", f"eval.limit={QUESTIONS}", "checkpoint.interval=1", "checkpoint.keep_last=2"),
     *("tracking.wandb=false", "tracking.tensorboard=false", "cluster.restarts=100"),
     *("cluster.placement={actor: '0', inference: '1', rollout: '2-3'}", "cluster.sync_bucket_bytes=2097152"),
 ]
@@ -70,18 +75,33 @@ SETTINGS = [
 class Campaign:
     """Runs with faults, and what was found."""
 
-    def __init__(self, seed: int, limit_s: float, restart_s: float, known: dict[str, Any]) -> None:
+    def __init__(
+        self, seed: int, limit_s: float, restart_s: float, known: dict[str, Any], minutes: float = math.inf
+    ) -> None:
+        """`known` has the figures, rows and ends of the result file with which the campaign goes on."""
         self.seed, self._limit_s, self._restart_s = seed, limit_s, restart_s
         self.rows: list[dict[str, Any]] = known.get("rows", [])
         self.ends: list[dict[str, Any]] = known.get("ends", [])
         self.em_without_faults: dict[str, float] = known.get("em_without_faults", {})
+        self._began, self._minutes, self._minutes_before = time.monotonic(), minutes, known.get("minutes", 0.0)
+        self._commit = ""
         self._console = Console()
         self._proxy: Proxy | None = None
         self._spared: list[int] = []
         self._folders = 0
 
+    @property
+    def minutes(self) -> float:
+        """Duration of this command."""
+        return (time.monotonic() - self._began) / 60
+
+    @property
+    def over(self) -> bool:
+        """True if no further fault shall strike."""
+        return self.minutes >= self._minutes
+
     def strike(self, faults: list[Fault], setup: str) -> None:
-        """Make runs of `setup` until all `faults` have struck and the last run is complete."""
+        """Make runs of `setup` until all `faults` have struck, or the time is over, and the last run is complete."""
         pending, ended = list(faults), list[Row]()
         out, steps, struck = self._begin(pending)
         while True:
@@ -101,13 +121,13 @@ class Campaign:
             ended = [row for row in [*ended, *rows] if row.outcome != RECOVERED and row.resumed is None]
             if code == 0:
                 self._judge(setup, out, steps, struck, [] if rows else left)
-                if pending and not struck:
+                if pending and not struck and not self.over:
                     missed = pending.pop(0)
                     self._say(f"{missed.number}: {missed.stage} passed before the fault: not counted.")
-                if not pending:
+            if code == 0 or not (rows or launch.worked_at):  # The run is complete, or cannot be resumed.
+                if self.over or not pending:
                     return
-            if code == 0 or not (rows or launch.worked_at):
-                out, steps, struck = self._begin(pending)  # The run is complete, or cannot be resumed.
+                out, steps, struck = self._begin(pending)
 
     def _begin(self, pending: list[Fault]) -> tuple[Path, int, list[int]]:
         """Return folder, steps and faults so far of a new run for `pending`, or of one without faults."""
@@ -118,16 +138,18 @@ class Campaign:
     def _strike_launch(self, launch: Launch, pending: list[Fault], steps: int) -> list[Row]:
         """Strike `launch`, which trains `steps`, with `pending` faults, which are removed, while it recovers."""
         rows: list[Row] = []
-        while fault := next_fault(pending, bool(rows), launch.steps() + ROOM <= steps):
+        while not self.over and (fault := next_fault(pending, bool(rows), launch.steps() + ROOM <= steps)):
             if not launch.reaches(fault.stage, fault.skipped, self._bound_s):
                 break
             proxy = self._proxy if fault.setup == "proxy" else None
             row = launch.strike(fault, proxy, self._restart_s)
             if row is None:
                 break
+            row.commit = self._commit
             pending.remove(fault)
             rows.append(row)
             self._watch(launch, row)
+            heal()
             if proxy:
                 proxy.heal()
             self._say(self._told(row))
@@ -194,6 +216,7 @@ class Campaign:
             self.em_without_faults |= dict.fromkeys(same, em)
         end = {
             "setup": setup,
+            "commit": self._commit,
             "faults": faults,
             "lost": lost(folder, uids, SEED, state.prompts, steps, GROUPS),
             "left_over": [*left, *temporary(folder)],
@@ -205,19 +228,11 @@ class Campaign:
         shutil.rmtree(out)
 
     def _launch(self, setup: str, out: Path, steps: int) -> Launch:
-        start_s, call_s, engine_s = self._restart_s, self._limit_s / 3, self._limit_s / 4
-        settings = [
-            *(*SETTINGS, f"trainer.steps={steps}", f"cluster.call_timeout_s={call_s}"),
-            *(f"{part}.start_timeout_s={start_s}" for part in ("cluster", "rollout.engine")),
-            *(f"rollout.episode_timeout_s={engine_s}", f"rollout.engine.stall_timeout_s={engine_s}"),
-            *(f"search.timeout_s={self._limit_s / 12}", f"search.outage_s={self._limit_s}"),
-            f"search.start_timeout_s={self._limit_s / 2}",
-        ]
-        if setup == "ppo":
-            settings += ["algorithm=ppo"]
+        settings = settings_of(setup, steps, self._limit_s, self._restart_s)
         if setup == "proxy":
             settings += [f"search.url={self._searched().url}"]
-        return Launch(settings, out, LOGS / f"{out.name}.log", self._spared)
+        self._commit = version()
+        return Launch(settings, out, LOGS / f"{time.strftime('%Y%m%d-%H%M%S')}.log", self._spared)
 
     def _searched(self) -> Proxy:
         """Return the proxy, in front of a search server that outlives the runs."""
@@ -250,9 +265,27 @@ class Campaign:
             "limit_s": self._limit_s,
         }
         figures |= {"restart_s": self._restart_s, "em_without_faults": self.em_without_faults}
+        figures["minutes"] = self._minutes_before + self.minutes
         RESULT.parent.mkdir(parents=True, exist_ok=True)
         RESULT.write_text(json.dumps({**figures, "rows": self.rows, "ends": self.ends}, indent=2) + "\n")
         return figures
+
+
+def version() -> str:
+    """Return the commit of the code, with + if files differ from it."""
+    commit, changed = commit_of(Path.cwd())
+    return f"{commit or 'unknown'}{'+' if changed else ''}"
+
+
+def settings_of(setup: str, steps: int, limit_s: float, restart_s: float) -> list[str]:
+    """Return the settings of a run. A hang is found within a quarter of `limit_s`."""
+    settings = [
+        *(*SETTINGS, f"trainer.steps={steps}", f"cluster.call_timeout_s={limit_s / 4}"),
+        *(f"{part}.start_timeout_s={restart_s}" for part in ("cluster", "rollout.engine")),
+        *(f"rollout.episode_timeout_s={limit_s / 5}", f"rollout.engine.stall_timeout_s={limit_s / 5}"),
+        *(f"search.timeout_s={limit_s / 12}", f"search.outage_s={limit_s}", f"search.start_timeout_s={limit_s / 2}"),
+    ]
+    return [*settings, "algorithm=ppo"] if setup == "ppo" else settings
 
 
 def table(rows: list[dict[str, Any]]) -> Table:
@@ -282,28 +315,31 @@ def main(
     limit: Annotated[float, typer.Option(help="Seconds within which a run shall work again or end.")] = 60.0,
     baseline: Annotated[bool, typer.Option(help="Make a run without faults of each setup, unless it is known.")] = True,
     restart: Annotated[float, typer.Option(help="Seconds added to --limit, and the limit of a start.")] = 120.0,
+    minutes: Annotated[float, typer.Option(help="Minutes after which no further fault strikes.", min=0)] = math.inf,
 ) -> None:
     """Run the campaign; exit with 1 if anything is not as it must be."""
     prepare_world(Console(quiet=True))
     enter()
-    shutil.rmtree(LOGS, ignore_errors=True)
-    LOGS.mkdir(parents=True)
-    known = json.loads(RESULT.read_text()) if RESULT.is_file() else {}
-    campaign = Campaign(seed, limit, restart, known if known.get("seed") == seed else {})
+    LOGS.mkdir(parents=True, exist_ok=True)
+    found = json.loads(RESULT.read_text()) if RESULT.is_file() else {}
+    known = continued(found, version()) if found.get("seed") == seed else {}
+    campaign = Campaign(seed, limit, restart, known, minutes)
     of_setup: defaultdict[str, list[Fault]] = defaultdict(list)
     done = () if again else {row["number"] for row in campaign.rows}
     for fault in (fault for fault in plan(seed, kills, first) if fault.number not in done):
         of_setup[fault.setup].append(fault)
-    for setup in {"plain" if name == "proxy" else name for name in of_setup} if baseline else ():
-        if setup not in campaign.em_without_faults:
-            campaign.strike([], setup)
     for setup, faults in sorted(of_setup.items(), key=lambda item: -len(item[1])):
-        campaign.strike(faults, setup)
+        without = "plain" if setup == "proxy" else setup
+        if baseline and without not in campaign.em_without_faults and not campaign.over:
+            campaign.strike([], without)
+        if not campaign.over:
+            campaign.strike(faults, setup)
     figures = campaign.write()
     Console().print(table(campaign.rows))
     for name, value in figures.items():
         print(name, value)
-    print(f"Written to {RESULT}.")
+    remaining = {fault.number for fault in plan(seed, kills, first)} - {row["number"] for row in campaign.rows}
+    print(f"Written to {RESULT}. {len(remaining)} of these faults remain.")
     wrong = ("ended_unclear", "hung", "lost", "left_over", "em_outside_noise")
     raise typer.Exit(any(figures[name] for name in wrong))
 

@@ -28,7 +28,7 @@ class Kind(StrEnum):
     """Replies of the search server are cut short or have changed bytes, for `HELD_S`."""
 
 
-HELD_S = 10.0
+HELD_S = 6.0
 """Seconds after which a fault that can end by itself does so."""
 DISK, SEARCH = "run folder", "search server"
 PARTS = {
@@ -54,7 +54,7 @@ STAGES = {
     "save": ("actor.checkpoint: saves", 0.3),
     "evaluation": ("rollout.evaluation: evaluates", 0.5),
     "stop": ("rollout: ends", 0.5),
-    "random": ("inference: computes", 8.0),
+    "random": ("inference: computes", 4.0),
 }
 """Stage -> text of the log with which the driver enters it, and seconds within which the fault then strikes."""
 _RARE = ("start", "stop", "evaluation")

@@ -39,6 +39,8 @@ class Row:
     """For a fault that ended the run: whether the next launch went on from its last checkpoint, or began again."""
     sentence: str = ""
     """Last words of a run that ended."""
+    commit: str = ""
+    """Commit on which it struck, with + if files differed from it."""
     during: str = ""
     """Activities of the run at the moment of the fault."""
     began: float = 0.0
@@ -51,6 +53,23 @@ class Row:
         known = asdict(self) | asdict(self.fault)
         del known["fault"], known["seed"], known["began"]
         return known | {"repeat": repeat(seed, self.fault.number)}
+
+
+def is_wrong(row: Mapping[str, Any]) -> bool:
+    """Return True if the row of a fault is not as it must be."""
+    return row["outcome"] not in (RECOVERED, ENDED) or bool(row["left_over"])
+
+
+def continued(found: Mapping[str, Any], commit: str) -> dict[str, Any]:
+    """Return the result file `found` with what still counts on `commit`.
+
+    What was as it must be counts, whatever it ran on, if its run was complete and judged. The rest counts on its own commit
+    only, and so do all faults of a complete run that lost or left something.
+    """
+    ends = [end for end in found["ends"] if end["commit"] == commit or not (end["lost"] or end["left_over"])]
+    judged = {number for end in ends for number in end["faults"]}
+    rows = [row for row in found["rows"] if (row["commit"] == commit if is_wrong(row) else row["number"] in judged)]
+    return {**found, "rows": rows, "ends": ends}
 
 
 def repeat(seed: int, number: int) -> str:
@@ -145,6 +164,7 @@ def summary(
     p50, p99 = (float(np.quantile(times, share)) if times else None for share in (0.5, 0.99))
     return {
         "kills": len(rows),
+        "commits": dict(Counter(row["commit"] for row in rows)),
         "recovered": outcomes[RECOVERED],
         "ended_with_sentence": outcomes[ENDED],
         "ended_unclear": outcomes[UNCLEAR],

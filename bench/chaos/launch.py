@@ -169,7 +169,7 @@ class Launch:
         time.sleep(fault.wait_s)
         if fault.kind is Kind.disk:
             _fill()
-            self._later(lambda: _BALLAST.unlink(missing_ok=True))
+            self._later(heal)
         elif proxy is not None:
             proxy.mode = fault.kind
             if fault.kind is not Kind.slow:
@@ -288,6 +288,11 @@ def _fill() -> None:
     with suppress(OSError), _BALLAST.open("ab", buffering=0) as file:
         while True:
             file.write(bytes(512))
+
+
+def heal() -> None:
+    """End a full disk."""
+    _BALLAST.unlink(missing_ok=True)
 
 
 def newest(out: Path) -> Path | None:

@@ -6,6 +6,7 @@ import asyncio
 import random
 import threading
 import time
+from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
 
 import aiohttp
@@ -21,10 +22,18 @@ _HOP = {"Transfer-Encoding", "Content-Length", "Content-Encoding", "Connection",
 class Proxy:
     """Serves at `url` from a thread, until this process ends. `mode` may change at any time."""
 
-    def __init__(self, upstream: str, seed: int = 0) -> None:
+    def __init__(
+        self,
+        upstream: str,
+        seed: int = 0,
+        clock: Callable[[], float] = time.monotonic,
+        wait: Callable[[float], Awaitable[None]] = asyncio.sleep,
+    ) -> None:
+        """`clock` measures the time of a reply, and `wait` lengthens it."""
         self.mode: Kind | None = None
         """`refuse`, `slow`, `garble`, or None to pass replies unchanged."""
         self._upstream, self._random = upstream, random.Random(seed)
+        self._clock, self._wait = clock, wait
         started: Future[str] = Future()
         threading.Thread(target=lambda: asyncio.run(self._serve(started)), daemon=True).start()
         self.url = started.result()
@@ -49,7 +58,7 @@ class Proxy:
             request.transport.abort()
             return web.Response()  # Nobody gets it.
         headers = {name: value for name, value in request.headers.items() if name not in _HOP}
-        began, mode = time.monotonic(), self.mode
+        began, mode = self._clock(), self.mode
         asked = self._session.request(
             request.method, self._upstream + request.path_qs, data=await request.read(), headers=headers
         )
@@ -57,7 +66,7 @@ class Proxy:
             body, status = await reply.read(), reply.status
             told = {name: value for name, value in reply.headers.items() if name not in _HOP}
         if mode is Kind.slow:
-            await asyncio.sleep((SLOWER - 1) * (time.monotonic() - began))
+            await self._wait((SLOWER - 1) * (self._clock() - began))
         return web.Response(status=status, body=self._garbled(body) if mode is Kind.garble else body, headers=told)
 
     def _garbled(self, body: bytes) -> bytes:

@@ -10,19 +10,25 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+from ray._private import services
 
+from bench.chaos.__main__ import settings_of
 from bench.chaos.faults import PARTS, STAGES, Fault, Kind, next_fault, plan
 from bench.chaos.findings import (
     ENDED,
     HUNG,
     RECOVERED,
     UNCLEAR,
+    Row,
+    continued,
     lost,
     summary,
     temporary,
@@ -30,8 +36,11 @@ from bench.chaos.findings import (
     within_noise,
 )
 from bench.chaos.launch import HOME, isolated, others
-from bench.chaos.proxy import Proxy
+from bench.chaos.proxy import SLOWER, Proxy
+from rlsys.config.compose import load_config
 from rlsys.data.question import PromptSource, Question, SourceState
+from rlsys.orchestrator.validate import find_problems
+from rlsys.orchestrator.worker_groups import holdings
 from tests.support.paths import PROJECT
 
 UIDS = [f"q:{number}" for number in range(40)]
@@ -186,15 +195,68 @@ def test_exact_matches_differ_by_more_than_noise_from_three_standard_errors_on()
 
 
 def test_figures_of_a_campaign_count_each_outcome() -> None:
-    rows = [{"outcome": RECOVERED, "seconds": float(number), "left_over": []} for number in range(101)]
-    rows += [{"outcome": name, "seconds": None, "left_over": ["x"]} for name in (ENDED, HUNG, HUNG, UNCLEAR)]
+    rows: list[dict[str, Any]] = [
+        {"outcome": RECOVERED, "seconds": float(number), "left_over": [], "commit": "a"} for number in range(101)
+    ]
+    kept = {"seconds": None, "left_over": ["x"], "commit": "b"}
+    rows += [{"outcome": name, **kept} for name in (ENDED, HUNG, HUNG, UNCLEAR)]
     ends = [{"setup": "plain", "em": em, "lost": ["a"], "left_over": []} for em in (0.5, 0.9, None)]
     found = summary(rows, ends, {"plain": 0.5}, 32, 98.0)
     assert (found["kills"], found["recovered"], found["ended_with_sentence"]) == (105, 101, 1)
     assert (found["hung"], found["ended_unclear"], found["left_over"], found["lost"]) == (2, 1, 4, 3)
     assert found["late"] == 2, "99 s and 100 s"
+    assert found["commits"] == {"a": 101, "b": 4}
     assert (found["recovery_p50_s"], found["recovery_p99_s"]) == (50.0, 99.0)
     assert found["em_outside_noise"] == 1
+
+
+def test_a_campaign_goes_on_with_what_was_right_on_any_commit() -> None:
+    def row(number: int, outcome: str, commit: str, *left_over: str) -> dict[str, Any]:
+        struck = replace(fault("actor"), number=number)
+        return Row(struck, outcome, commit=commit, left_over=list(left_over)).as_dict(1)
+
+    rows = [row(0, RECOVERED, "old"), row(1, ENDED, "old"), row(2, HUNG, "old"), row(3, UNCLEAR, "old")]
+    rows += [
+        row(4, RECOVERED, "old", "a file"),
+        row(5, RECOVERED, "old"),
+        row(6, RECOVERED, "old"),
+        row(7, HUNG, "new"),
+        row(8, RECOVERED, "new"),
+    ]
+    ends: list[dict[str, Any]] = [
+        {"commit": "old", "faults": [0, 1, 2, 3, 4], "lost": [], "left_over": []},
+        {"commit": "old", "faults": [5], "lost": ["a prompt"], "left_over": []},
+        {"commit": "old", "faults": [6], "lost": [], "left_over": ["a file"]},
+        {"commit": "new", "faults": [7], "lost": ["a prompt"], "left_over": []},
+    ]
+    found = continued({"seed": 1, "rows": rows, "ends": ends}, "new")
+    assert [one["number"] for one in found["rows"]] == [0, 1, 7], (
+        "not what was wrong before, nor 8, of a run without an end"
+    )
+    assert [end["faults"] for end in found["ends"]] == [[0, 1, 2, 3, 4], [7]]
+    assert continued(found, "new") == found
+
+
+@pytest.mark.parametrize("setup", ["plain", "proxy", "ppo"])
+def test_each_setup_is_a_valid_run_with_the_processes_that_its_faults_strike(setup: str) -> None:
+    words = settings_of(setup, 40, 60.0, 120.0)
+    config = load_config(words[1], [*words[2:], *(["search.url=http://127.0.0.1:1"] if setup == "proxy" else [])])
+    wrong = [problem for problem in find_problems(config) if problem.code != "not_found"]
+    assert wrong == [], "a campaign prepares the data"
+    held = holdings(config)
+    assert len(held["rollout"]) == 2, "one engine goes on while the other is struck"
+    struck = {one.process for one in plan(1, 200) if one.setup == setup} & {"inference", "actor", "critic"}
+    assert struck <= held.keys()
+    assert all(len(held[name]) == 1 for name in struck), "`launch._is` looks for rank 0"
+    assert (config.search.url is None) == (setup != "proxy"), "else rlsys would not start a server to strike"
+    assert config.resume == "auto"
+
+
+def test_the_processes_of_ray_have_the_names_by_which_faults_find_them() -> None:
+    assert {Path(services.GCS_SERVER_EXECUTABLE).name, Path(services.RAYLET_EXECUTABLE).name} == {
+        "gcs_server",
+        "raylet",
+    }
 
 
 class Upstream(BaseHTTPRequestHandler):
@@ -212,12 +274,17 @@ class Upstream(BaseHTTPRequestHandler):
 
 
 @pytest.fixture
-def proxy() -> Iterator[Proxy]:
+def upstream() -> Iterator[str]:
     server = ThreadingHTTPServer(("127.0.0.1", 0), Upstream)
     threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield Proxy(f"http://127.0.0.1:{server.server_port}")
+    yield f"http://127.0.0.1:{server.server_port}"
     server.shutdown()
     server.server_close()
+
+
+@pytest.fixture
+def proxy(upstream: str) -> Proxy:
+    return Proxy(upstream)
 
 
 def test_proxy_passes_refuses_and_garbles_replies(proxy: Proxy) -> None:
@@ -234,6 +301,19 @@ def test_proxy_passes_refuses_and_garbles_replies(proxy: Proxy) -> None:
         reply()
     proxy.heal()
     assert reply() == body
+
+
+def test_proxy_delays_a_reply_by_a_multiple_of_its_time(upstream: str) -> None:
+    waits: list[float] = []
+
+    async def wait(seconds: float) -> None:
+        waits.append(seconds)
+
+    slow = Proxy(upstream, clock=count().__next__, wait=wait)
+    for kind in (None, Kind.slow):
+        slow.mode = kind
+        assert httpx.post(f"{slow.url}/retrieve", content=b"{}", trust_env=False).content == b"{}"
+    assert waits == [SLOWER - 1], "a reply that took one unit of the clock"
 
 
 def test_processes_are_looked_for_only_in_namespaces_of_a_campaign() -> None:
