@@ -613,7 +613,7 @@ class SharedReceiver(Receiver):
         try:
             descriptor = os.open(f"/proc/{location.pid}/fd/{location.descriptor}", os.O_RDONLY)
         except OSError as problem:
-            raise RunError(
+            raise PeerLost(
                 f"{self._spec.name} cannot open the weights in the memory of {self._spec.members[0]}, process "
                 f"{location.pid} ({problem.strerror}): that process exited, or belongs to another user; look at its "
                 "log."
@@ -994,7 +994,7 @@ class IpcReceiver(Receiver):
         try:
             mapped = self._memory = _map_handle(location.handles[self._spec.rank - 1], self._device)
         except (RuntimeError, OSError, EOFError) as problem:
-            raise RunError(
+            raise PeerLost(
                 f"{self._spec.name} cannot open the weights on the GPU of process {location.pid} of the actor group "
                 f"({problem}): the process exited (look at its log), the two GPUs cannot read each other's memory "
                 "(nvidia-smi topo -p2p r), or the containers do not share /dev/shm and the PID namespace. In the last "

@@ -9,6 +9,7 @@ import errno
 import inspect
 import os
 import pickle
+import subprocess
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -276,6 +277,16 @@ def test_missing_or_short_bucket_file_is_named_after_the_timeout(tmp_path: Path)
     (tmp_path / "bucket-000001").write_bytes(b"1234567")
     with pytest.raises(RunError, match="bucket-000001 3 bytes too short"):
         receiver.receive(missing)
+
+
+def test_memory_of_a_sender_that_has_exited_is_that_of_a_lost_peer(tmp_path: Path) -> None:
+    """The death of the sender is the cause to report, and no fault of the receiver."""
+    exited = subprocess.Popen(["true"])
+    exited.wait()
+    receiver = receiver_of(replace(spec(SyncMode.tensor, 1, tmp_path), rank=1))
+    place = SharedMemoryLocation(transport.host_identity(), exited.pid, 1, 0)
+    with pytest.raises(PeerLost, match="actor rank 0"):
+        receiver.receive(BucketHandle(1, (), 10, place))
 
 
 @within_a_host
