@@ -19,7 +19,7 @@ from rlsys.config.schema import ClusterConfig, Device
 
 
 class Seats:
-    """Finds the devices of each process of one group. `find` and `release` ask Ray, which blocks: see `runtime.answer`."""
+    """Finds the devices of each process of one group. Calls ask Ray, which blocks: see `runtime.answer`."""
 
     def __init__(
         self, bundles: PlacementGroup, slots: Sequence[DeviceSlot], cluster: ClusterConfig, near: int | None = None
@@ -59,6 +59,13 @@ class Seats:
         if not planned or self._cluster.nodes > 1:
             self._own[number] = placement_group([self._shape()], strategy="PACK")
         return False
+
+    def stranded(self) -> list[int]:
+        """Return the planned processes whose devices are tied to a machine that is lost."""
+        if self._cluster.nodes == 1:
+            return []
+        slots = enumerate(self._slots)
+        return [number for number, slot in slots if machine_of(self._bundles, slot.bundle) is None]
 
     def release(self, number: int) -> None:
         """Give back the devices that only this process has, if any."""

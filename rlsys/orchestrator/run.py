@@ -25,7 +25,7 @@ from transformers import AutoTokenizer
 from rlsys.algorithms.kl import KlController, kl_control
 from rlsys.cluster.local_ray import ray_processes
 from rlsys.cluster.planning.placement import launch_problems
-from rlsys.cluster.runtime import RayWatch
+from rlsys.cluster.runtime import RayWatch, answer
 from rlsys.cluster.worker_group import RankDied, RankLost, WorkerGroup
 from rlsys.config.derived import max_staleness, moves_reference, scores_with_policy
 from rlsys.config.problems import algorithm_notes
@@ -500,6 +500,12 @@ class Session:
         """Build the workers of all groups; after going back, those of the Megatron groups."""
         if self._ran:
             for group in self._trained():
+                if stranded := await answer(group.seats.stranded):
+                    raise RunError(
+                        f"{group.ranks[stranded[0]].name} cannot start again, because its machine has left the cluster: see "
+                        "its power, network and memory. resume=auto continues from the last checkpoint, on machines that "
+                        "are there."
+                    )
                 group.restart()
             for one in groups.engines.engines.members.of_engine.values():
                 if not one.lives:  # It was being started when the run went back; the supervisor starts it again.

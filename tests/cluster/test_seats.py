@@ -88,6 +88,7 @@ async def test_processes_of_a_lost_node_and_further_ones_start_where_devices_app
             on_second = 1 if tied else await _number_on(group, second)
             nodes.cluster.remove_node(second)
             await until(lambda: not seats.find(on_second))
+            assert await answer(seats.stranded) == ([on_second] if tied else [])
             with pytest.raises(RankDied):
                 await group.call_rank(on_second, "add", 1)
             assert seats.find(1 - on_second)

@@ -115,6 +115,17 @@ async def test_a_run_goes_back_so_often_and_then_ends_with_the_error_of_the_work
     assert session.events() == ["began", "recovered"] * restarts + ["began", "given_up"]
 
 
+async def test_a_run_that_needs_a_lost_machine_ends_instead_of_waiting_for_it(tmp_path: Path) -> None:
+    session = Failing(tmp_path, [], 9)
+    session.ready(0)
+    ranks = [SimpleNamespace(name=f"actor rank {rank} (on host{rank})") for rank in (0, 1)]
+    group = SimpleNamespace(seats=SimpleNamespace(stranded=lambda: [1]), ranks=ranks, restart=session._refuse)
+    session.workers = {"actor": group}  # type: ignore[dict-item]
+    with pytest.raises(RunError, match=r"actor rank 1 \(on host1\)") as raised:
+        await session._build(SimpleNamespace(), 0)  # type: ignore[arg-type]
+    assert lost_worker(raised.value) is None, "it does not go back again"
+
+
 @pytest.mark.parametrize("error", [MISTAKE, RunError("collapsed"), asyncio.CancelledError()])
 async def test_other_errors_end_the_run_at_once(error: BaseException, tmp_path: Path) -> None:
     session = Failing(tmp_path, [error], 9)

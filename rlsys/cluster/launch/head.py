@@ -1,8 +1,9 @@
 """Runs the launcher on the head machine (rank 0): assembles the machines, trains, and shuts everything down.
 
 Order: start Ray, wait for all machines, run the preflight on each, start the search servers of `cluster.search.nodes`, then
-run `rlsys train` as a child process. Meanwhile the launcher gathers logs and watches the machines; the loss of a
-machine ends the run with a RunError that names it. On every exit the launcher sends the run's ending to all machines.
+run `rlsys train` as a child process. Meanwhile the launcher gathers logs and watches the machines. A machine that is lost
+before the run starts ends the launch with a RunError that names it. After that, the run itself goes on or ends, and the
+launcher names lost machines if it fails. On every exit the launcher sends the run's ending to all machines.
 
 A `NodeAgent` works for the launcher on each machine, in a Ray actor that takes no device and ends with the cluster.
 `GatheredLogs` copies logs to `<folder>/<rank>/...` while they grow. If a machine is lost, only the last seconds of its
@@ -36,6 +37,7 @@ from rlsys.cluster.runtime import POLL_S as MACHINES_POLL_S
 from rlsys.cluster.runtime import SEES_ALL_GPUS, Machine, answer, joined, lost, machines, remote_shell
 from rlsys.cluster.worker_group import GATHERED, Rank, RankDied, RankSilent, SyncHost, WorkerGroup
 from rlsys.errors import RunError, UserError
+from rlsys.files import named
 from rlsys.search.address import TOKEN_VARIABLE
 from rlsys.search.server_process import SearchServer, child_environment
 
@@ -118,17 +120,16 @@ class ClusterNodes:
         self.agents = WorkerGroup("node", group, START_S)
         self.logs = GatheredLogs(self.agents, [machine.rank for machine in there], logs)
 
-    async def require_all(self) -> None:
-        """Raise RunError if Ray on this machine has exited or a machine is lost."""
+    async def gone(self) -> list[int]:
+        """Return the positions of lost machines. Raises RunError if Ray on this machine has exited."""
         if self.node is not None:
             self.node.require_alive()
         try:
-            gone = await answer(lambda: lost(self.machines))
+            return [self.machines.index(machine) for machine in await answer(lambda: lost(self.machines))]
         except RunError:
             if self.node is not None:
                 self.node.require_alive()  # If Ray has exited here, that is the cause: report it instead.
             raise
-        self.require(*map(self.machines.index, gone))
 
     def require(self, *gone: int) -> None:
         """Raise RunError naming the machines at positions `gone`; a no-op if `gone` is empty."""
@@ -136,7 +137,7 @@ class ClusterNodes:
             one = len(names) == 1
             raise RunError(
                 f"{' and '.join(names)} {'is' if one else 'are'} lost: {'it no longer responds' if one else 'they no longer respond'}"
-                f", so the run was stopped. Check {'its' if one else 'their'} power, network and memory; the logs of all "
+                f", and the run has ended. Check {'its' if one else 'their'} power, network and memory; the logs of all "
                 "machines are in the run's folder, under logs/nodes. resume=auto continues from the last checkpoint."
             )
 
@@ -258,7 +259,7 @@ async def _preflight(nodes: ClusterNodes, settings: Sequence[str]) -> int:
             limit = PREFLIGHT_S + CALL_TIMEOUT_S
             wrong = await nodes.call(position, "examine", doctor, PREFLIGHT_S, timeout_s=limit)
         except RunError as problem:
-            await nodes.require_all()
+            nodes.require(*await nodes.gone())
             wrong = [str(problem)]
         for finding in wrong:
             nodes.notify(f"{nodes.machines[position].name} failed the preflight: {finding}")
@@ -286,21 +287,25 @@ async def _train(nodes: ClusterNodes, settings: Sequence[str]) -> int:
 
 
 async def _watch(nodes: ClusterNodes, train: Process, folder: Path) -> None:
-    """Gather logs until the run ends, into the run's folder as soon as the folder is known.
+    """Gather logs until the run ends, into the run's folder as soon as the folder is known; report lost machines.
 
-    Raises RunError if a machine is lost or Ray on this machine exits.
+    The run goes on without a machine that had only engines; else it ends by itself. Raises RunError if Ray on this machine
+    exits.
     """
     ended = asyncio.ensure_future(train.wait())
-    known = False
+    known, reported = False, set[int]()
     try:
         while not ended.done():
-            await nodes.require_all()
+            for position in set(await nodes.gone()) - reported:
+                reported.add(position)
+                nodes.notify(f"{nodes.machines[position].name} is lost: the run goes on if it had only engines there")
             if not known and folder.is_file():
                 known = True
                 logs = Path(folder.read_text()) / "logs"
                 nodes.logs.move_to(logs / GATHERED)
                 for position in range(len(nodes.machines)):
-                    await nodes.call(position, "follow", str(logs), timeout_s=CALL_TIMEOUT_S)
+                    with suppress(RankDied, RankSilent):  # A lost machine has no logs to follow.
+                        await nodes.agents.call_rank(position, "follow", str(logs), timeout_s=CALL_TIMEOUT_S)
             await nodes.logs.gather(GATHER_TIMEOUT_S)
             await asyncio.wait({ended}, timeout=POLL_S)
     finally:
@@ -426,9 +431,10 @@ class GatheredLogs:
                 return not isinstance(problem, RankSilent | RankDied)  # Any other error comes from a live machine.
             for chunk in chunks:
                 file = self._folder / str(self._ranks[agent]) / chunk.name
-                file.parent.mkdir(parents=True, exist_ok=True)
-                with file.open("ab") as log:
-                    log.write(chunk.data)
+                with named(file):
+                    file.parent.mkdir(parents=True, exist_ok=True)
+                    with file.open("ab") as log:
+                        log.write(chunk.data)
                 self._read[agent][chunk.name] = chunk.start + len(chunk.data)
             # Stop at a partial response: a log that grows constantly would otherwise never end the loop.
             more = sum(len(chunk.data) for chunk in chunks) >= MAX_BYTES

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import socket
-from collections.abc import Coroutine
-from contextlib import closing
+from collections.abc import AsyncIterator, Coroutine
+from contextlib import asynccontextmanager, closing
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -13,7 +14,7 @@ from unittest.mock import Mock
 import pytest
 
 from rlsys.cluster.launch import head
-from rlsys.cluster.launch.head import GatheredLogs, NodeAgent
+from rlsys.cluster.launch.head import ClusterNodes, GatheredLogs, NodeAgent
 from rlsys.cluster.launch.ray_node import FOLDER_VARIABLE
 from rlsys.cluster.launch.role import Role
 from rlsys.cluster.local_ray import rays_own
@@ -93,6 +94,46 @@ async def test_logs_are_copied_once_as_they_grow_move_and_restart(ray_logs: Path
     await resumed.gather(1)
     resumed.move_to(tmp_path / "run" / "logs" / "nodes")
     assert len(list((tmp_path / "run" / "logs" / "nodes").glob("*/3/ray/raylet.out"))) == 2
+
+
+class Child:
+    """Child process of the launcher that runs until `over` is set."""
+
+    def __init__(self, status: int) -> None:
+        self._status, self.over = status, asyncio.Event()
+
+    async def wait(self) -> int:
+        await self.over.wait()
+        return self._status
+
+
+@pytest.mark.parametrize("status", [0, 1])
+async def test_a_machine_that_is_lost_while_a_run_goes_on_is_named_and_ends_the_launch_only_with_the_run(
+    status: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    there, said, child = [machine(rank, host) for rank, host in enumerate("ab")], list[str](), Child(status)
+
+    def notify(text: str) -> None:
+        said.append(text)
+        if "lost" in text:
+            child.over.set()
+
+    @asynccontextmanager
+    async def command(_: object) -> AsyncIterator[Child]:
+        yield child
+
+    monkeypatch.setattr(head, "rlsys_command", command)
+    monkeypatch.setattr(head, "lost", lambda known: known[1:])
+    nodes = ClusterNodes.__new__(ClusterNodes)
+    nodes.task, nodes.machines, nodes.node, nodes.notify = Mock(arguments=lambda *_: []), there, None, notify
+    nodes.agents = called(NodeAgent(), NodeAgent(), silent=1)
+    nodes.logs = GatheredLogs(nodes.agents, [0, 1], tmp_path / "logs")
+    if status:
+        with pytest.raises(RunError, match=r"node 1 \(b, 10\.0\.0\.1\) is lost"):
+            await head._train(nodes, [])
+    else:
+        assert await head._train(nodes, []) == 0
+    assert ["node 1 (b, 10.0.0.1)" in text for text in said] == [False, True], "once"
 
 
 async def test_logs_of_workers_are_copied_from_machines_with_another_folder(ray_logs: Path, tmp_path: Path) -> None:

@@ -77,6 +77,25 @@ def test_machine_without_the_token_can_neither_join_nor_look(hosts: list[Host], 
     assert head.leaves_nothing()
 
 
+def test_a_run_goes_on_without_a_machine_that_had_only_engines(hosts: list[Host], tmp_path: Path) -> None:
+    placement = "cluster.placement={actor: '0', inference: '1', rollout: '2-3'}"
+    settings = ["--no-preflight", "trainer.steps=6", "cluster.devices_per_node=3", placement]
+    head, worker = (Launched(hosts, rank, tmp_path, *settings) for rank in (0, 1))
+
+    def steps() -> int:
+        return sum(file.read_bytes().count(b"\n") for file in tmp_path.glob("outputs/*/metrics.jsonl"))
+
+    wait_until(lambda: steps() >= 1, head, worker)
+    worker.signal(signal.SIGINT)
+    assert worker.wait() == 130, worker.said()
+    assert head.wait() == 0, head.said()
+    assert re.search(LOST, head.said()), head.said()
+    assert steps() == 6
+    (faults,) = tmp_path.glob("outputs/*/faults.jsonl")
+    began = [row for row in map(json.loads, faults.read_text().splitlines()) if row["event"] == "began"]
+    assert [row["part"] for row in began] == ["engine 1"]
+
+
 def kill_gcs(host: Host) -> None:
     (gcs,) = [process for process in host.processes() if process.name() == "gcs_server"]
     gcs.kill()
