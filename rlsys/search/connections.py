@@ -10,8 +10,8 @@ from __future__ import annotations
 import asyncio
 import resource
 from collections import OrderedDict
-from collections.abc import AsyncGenerator
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Generator
+from contextlib import aclosing, contextmanager
 from typing import Any
 
 import orjson
@@ -182,6 +182,15 @@ class LimitedServer(uvicorn.Server):
         if counter % 10 == 0:
             self.config.connections.end_late(asyncio.get_running_loop().time())
         return await super().on_tick(counter)
+
+
+class GuestServer(LimitedServer):
+    """A server that leaves signals to the process that it is in."""
+
+    @contextmanager
+    def capture_signals(self) -> Generator[None, None, None]:
+        """Override uvicorn's signal handling with a no-op."""
+        yield
 
 
 class EventStream(StreamingResponse):

@@ -32,7 +32,7 @@ NEEDS = {
     r"-m bench\.": "minutes or hours of measuring; tests/bench runs some in small",
     r"-m pytest|warm_start|-m examples\.searchr1\.tiny\.world": "hours, or has a test of its own",
     r"infer\.py": "a server at its port; tests/examples/test_infer.py runs it",
-    r"^curl |search serve|rlsys watch|--web": "a reader who ends it; tests/live/test_ports.py runs each server",
+    r"^curl |search serve|rlsys serve|rlsys watch|--web": "a reader who ends it; tests/live/test_ports.py runs each server",
     r" [A-Z]{2,}( |$|\.)|\w\|\w|\.\.\.| \[": "is a form to be filled in",
 }
 SMALL = "trainer.steps=2 trainer.prompts_per_step=4 trainer.mini_batches=1 algorithm.n_samples=4 eval.limit=4"

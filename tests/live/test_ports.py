@@ -205,6 +205,7 @@ def test_run_ports_are_loopback_only_and_require_the_token(command: str, tmp_pat
     [
         ("search serve", ["search", "serve", INDEX]),
         ("watch", ["watch", "{run}"]),
+        ("serve", ["serve", "--engine", "transformers", "--model", POLICY]),
         ("chat", ["chat", "--web", "--model", POLICY, "-c", "searchr1_tiny_cpu", "--index", INDEX]),
     ],
 )

@@ -1,4 +1,4 @@
-"""Finds the settings of a chat, so that the model is prompted as it was in training.
+"""Finds the settings of a chat and of a server, so that the model acts as it did in training.
 
 Episode settings come from the named config, else from the run that trained the model, else from Search-R1. A sentence
 in `ChatSettings.notes` reports every fallback. A model folder is untrusted: its `search.token_env` is ignored, its
@@ -76,11 +76,7 @@ class ChatSettings:
 def settings_of(model: Model, options: ChatOptions) -> ChatSettings:
     """Return the settings for `model`. Raises UserError if the settings are unusable or there is nothing to search."""
     notes: list[str] = []
-    folder = model.folder.resolve()
-    # Nearest first: the checkpoint's config, then the config of the run that contains it.
-    beside = [folder / RUN_CONFIG, folder.parent / RUN_CONFIG] if model.original is not None else []
-    beside += [above / "config.yaml" for above in list(folder.parents)[:3] if _is_run(above)]
-    origin = next((file for file in beside if file.is_file()), None)
+    origin = _origin(model)
     config = _config(origin, options, notes)
     if options.config is None and origin is None:
         config = _within_context(config, model.shape)
@@ -108,18 +104,49 @@ def settings_of(model: Model, options: ChatOptions) -> ChatSettings:
     return ChatSettings(config, prompt, tuple(notes))
 
 
-def _config(origin: Path | None, options: ChatOptions, notes: list[str]) -> RunConfig:
+def settings_for_requests(model: Model, options: ChatOptions) -> tuple[RunConfig, tuple[str, ...]]:
+    """Return the config for requests that bring their own messages, and sentences for the user about its origin.
+
+    Engine, sampling and `task.max_total_tokens` are as in training. Each prompt and each answer may have all these
+    tokens, and there is no agent, tool or search. Raises UserError if the settings are unusable.
+    """
+    notes: list[str] = []
+    origin = _origin(model)
+    config = _config(origin, options, notes, only_limits=True)
+    if options.config is None and origin is None:
+        config = _within_context(config, model.shape)
+    most = config.task.max_total_tokens
+    task = TaskConfig(max_prompt_tokens=1, max_turn_tokens=1, max_total_tokens=most)
+    config = replace(config, task=task, search=SearchConfig(enabled=False))
+    if options.temperature is not None:
+        config = replace(config, eval=replace(config.eval, temperature=options.temperature))
+    _require(config, "task.max_total_tokens", "rollout.sampling", "eval.temperature")
+    task = replace(task, max_prompt_tokens=most, max_turn_tokens=most)
+    return replace(config, task=task), tuple(notes)
+
+
+def _origin(model: Model) -> Path | None:
+    """Return the config of the run that trained the model; None if it is unknown."""
+    folder = model.folder.resolve()
+    # Nearest first: the checkpoint's config, then the config of the run that contains it.
+    beside = [folder / RUN_CONFIG, folder.parent / RUN_CONFIG] if model.original is not None else []
+    beside += [above / "config.yaml" for above in list(folder.parents)[:3] if _is_run(above)]
+    return next((file for file in beside if file.is_file()), None)
+
+
+def _config(origin: Path | None, options: ChatOptions, notes: list[str], *, only_limits: bool = False) -> RunConfig:
     if options.config is not None:
         return load_config(options.config, (), options.config_dir)
     defaults = Path(__file__).with_name("defaults.yaml")
     here = load_config(str(defaults), [f"profile={'gpu' if torch.cuda.is_available() else 'cpu'}"])
     if origin is None:
         notes.append(
-            "The run that trained the model is unknown: using Search-R1's prompt and limits; give others with -c."
+            "The run that trained the model is unknown: using Search-R1's "
+            f"{'limits and stop strings' if only_limits else 'prompt and limits'}; give others with -c."
         )
         return here
     notes.append(f"Settings from {origin}.")
-    return _with_run(here, origin, notes)
+    return _with_run(here, origin, notes, only_limits=only_limits)
 
 
 def _within_context(config: RunConfig, folder: Path) -> RunConfig:
@@ -143,13 +170,15 @@ def _is_run(folder: Path) -> bool:
     return any((folder / name).is_file() for name in (RUN, METRICS))
 
 
-def _with_run(here: RunConfig, file: Path, notes: list[str]) -> RunConfig:
+def _with_run(here: RunConfig, file: Path, notes: list[str], *, only_limits: bool) -> RunConfig:
     """Return `here` with task, search and sampling of the config in `file`, which another version of rlsys may have
-    written."""
+    written; with `only_limits`, only with the length of an episode and the sampling."""
     known, unknown = set(schema_keys()), list[str]()
     try:
         saved = present(read_yaml(file))
         taken = {"task": saved["task"], "search": saved["search"], "rollout.sampling": saved["rollout"]["sampling"]}
+        if only_limits:
+            taken |= {"task": {"max_total_tokens": saved["task"]["max_total_tokens"]}, "search": {}}
         task, search, sampling = (_known(tree, key, known, unknown) for key, tree in taken.items())
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as problem:
         raise UserError(
@@ -257,8 +286,12 @@ def _require_sound(config: RunConfig) -> None:
             code="missing",
             key="--search-url",
         )
-    needed = ("task", "rollout.sampling", "eval.temperature", *(["search"] if searches else []))
-    problems = [problem for problem in find_problems(config) if is_about(problem, *needed)]
+    _require(config, "task", "rollout.sampling", "eval.temperature", *(["search"] if searches else []))
+
+
+def _require(config: RunConfig, *keys: str) -> None:
+    """Raise UserError for problems with values of `keys`."""
+    problems = [problem for problem in find_problems(config) if is_about(problem, *keys)]
     # The question files of training are not needed.
     wrong = [as_error(problem) for problem in problems if not is_about(problem, "task.train_path", "task.eval_path")]
     if wrong:

@@ -17,8 +17,8 @@ import json
 import logging
 import socket
 import sys
-from collections.abc import AsyncGenerator, Awaitable, Callable, Generator
-from contextlib import aclosing, contextmanager
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import aclosing
 from pathlib import Path
 
 from fastapi import FastAPI, Request
@@ -31,7 +31,7 @@ from rlsys.apps.chat.conversation import Failed, Opened, as_dict, opened_in_term
 from rlsys.apps.evaluation.evaluation_inputs import Model
 from rlsys.errors import RunError, UserError
 from rlsys.search.address import bind, is_foreign, is_trusted, own_names
-from rlsys.search.connections import PAGE_CONNECTIONS, EventStream, LimitedConfig, LimitedServer
+from rlsys.search.connections import PAGE_CONNECTIONS, EventStream, GuestServer, LimitedConfig
 
 _MAX_BYTES = 1 << 16
 """Largest request body, in bytes."""
@@ -112,7 +112,7 @@ async def serve(opened: Opened, sock: socket.socket, host: str) -> None:
     """Serve at the bound `sock`, reachable as `host`, until cancelled."""
     app, options = create_app(opened, own_names(host)), {"log_level": "error", "lifespan": "off"}
     config = LimitedConfig(app, PAGE_CONNECTIONS, **options, timeout_graceful_shutdown=2)
-    server = _Server(config)
+    server = GuestServer(config)
     sock.listen(config.backlog)
     serving = asyncio.create_task(server.serve(sockets=[sock]))
     try:
@@ -132,15 +132,6 @@ async def serve_chat(model: Model, settings: ChatSettings, engine: str, host: st
                 print(f"Anyone who can reach {host}:{number} can ask questions: there is no password.", file=sys.stderr)
             print(f"Ask at http://{f'[{host}]' if ':' in host else host}:{number} (Ctrl-C ends it).", flush=True)
             await serve(chat, sock, host)
-
-
-class _Server(LimitedServer):
-    """Server that leaves signal handling to the command that runs it."""
-
-    @contextmanager
-    def capture_signals(self) -> Generator[None, None, None]:
-        """Override uvicorn's signal handling with a no-op."""
-        yield
 
 
 async def _stream(opened: Opened, asking: Asking) -> AsyncGenerator[str, None]:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import typer
 
-from rlsys.apps.cli import chat, convert, data, doctor, engines, evaluate, own, plan, runs, search, training
+from rlsys.apps.cli import chat, convert, data, doctor, engines, evaluate, own, plan, runs, search, serve, training
 from rlsys.apps.running import ends_by_itself
 from rlsys.errors import Interrupted, RunError, UserError, code_of, root_cause, with_code
 
@@ -23,6 +23,7 @@ app.command("plan", help="Predict the time of a step before renting machines.")(
 app.command("launch", help="Train on several machines. Run the same command on each of them.")(training.launch)
 app.command("eval", help="Evaluate a model on question sets.")(evaluate.command)
 app.command("chat", help="Ask a model questions. The answers show its thoughts and searches.")(chat.command)
+app.command("serve", help="Serve a model. Its clients speak OpenAI's or Anthropic's APIs.")(serve.command)
 app.command("own", help="Train on your own documents and questions. The run ends with an evaluation and a report.")(
     own.command
 )

@@ -1,9 +1,9 @@
 """Translates the requests and answers of the gateway: OpenAI's Chat Completions, Completions and Responses, and
 Anthropic's Messages. Pure.
 
-A format reads a request into `Asked` and writes a `Reply`, whole or as server-sent events. What a request would change
-about sampling is refused by name, because training needs the distribution from which a token was drawn; see
-`require_settled`.
+A format reads a request into `Asked` and writes a `Reply`, whole or as server-sent events. In training, what a request
+would change about sampling is refused by name, because training needs the distribution from which a token was drawn; see
+`SamplingRule`.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ from __future__ import annotations
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from enum import Enum, auto
 from time import time
 from typing import Any, Literal
 from uuid import uuid4
@@ -56,6 +58,16 @@ _NEUTRAL: Mapping[str, Sequence[JsonValue]] = {
 """Field -> values that leave sampling as it is."""
 
 
+class SamplingRule(Enum):
+    """What becomes of the sampling that a request asks for."""
+
+    fixed = auto()
+    """It is refused by name, unless it is the session's own."""
+    ignored = auto()
+    asked = auto()
+    """Temperature, top_p and top_k are applied. What no engine here knows is refused by name."""
+
+
 class _Body(BaseModel):
     """Request body. Fields that it does not name are read by `require_settled`."""
 
@@ -63,6 +75,14 @@ class _Body(BaseModel):
 
     model: str = MODEL
     stream: bool | None = False
+
+
+class _Sampling(BaseModel):
+    model_config = ConfigDict(extra="ignore", strict=True)
+
+    temperature: float | None = Field(default=None, ge=0, le=10, allow_inf_nan=False)
+    top_p: float | None = Field(default=None, gt=0, le=1)
+    top_k: int | None = Field(default=None, ge=-1)
 
 
 class _Function(BaseModel):
@@ -185,6 +205,8 @@ class Format(ABC):
         self.codec = codec
         self.id = f"{self.kind}-{uuid4().hex[:24]}"
         self.created = int(time())
+        self.sampling: TurnSampling | None = None
+        """Sampling that the request asks for; None for the session's own."""
 
     @property
     def streams(self) -> bool:
@@ -498,12 +520,13 @@ FORMATS: Mapping[str, type[Format]] = {
 """Path -> protocol."""
 
 
-def parsed(kind: type[Format], body: bytes, codec: Codec, sampling: TurnSampling, *, ignore_sampling: bool) -> Format:
-    """Return the request in `body`. Raises Refused with the field that is wrong or asks what a run cannot give."""
+def parsed(kind: type[Format], body: bytes, codec: Codec, sampling: TurnSampling, rule: SamplingRule) -> Format:
+    """Return the request in `body`. Raises Refused with the field that is wrong or asks what cannot be given."""
     try:
         values = json.loads(body)
         require_shallow(values)
         given = kind.body.model_validate(values)
+        wanted = _Sampling.model_validate(values) if rule is SamplingRule.asked else _Sampling()
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False, include_input=False)[0]
         where = ".".join(map(str, first["loc"])) or "The body"
@@ -514,30 +537,34 @@ def parsed(kind: type[Format], body: bytes, codec: Codec, sampling: TurnSampling
         raise Refused(
             f"n={count!r:.80}: a request has one answer; send several requests.", code="unsupported_value", param="n"
         )
-    if not ignore_sampling:
-        require_settled(given, sampling)
-    return kind(given, codec)
+    if rule is not SamplingRule.ignored:
+        require_settled(given, sampling, applied=set(_Sampling.model_fields) if rule is SamplingRule.asked else set())
+    asked = kind(given, codec)
+    asked.sampling = replace(sampling, **wanted.model_dump(exclude_none=True))
+    return asked
 
 
-def require_settled(given: _Body, sampling: TurnSampling) -> None:
-    """Raise Refused for the first field that asks for other sampling than the run's, or that nothing here reads."""
+def require_settled(given: _Body, sampling: TurnSampling, applied: set[str]) -> None:
+    """Raise Refused for the first field that asks for other sampling than the session's, or that nothing here reads.
+
+    The fields `applied` may ask for anything.
+    """
     own = {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k, "model": MODEL}
+    fix = "leave it out" if applied else "leave it out, or set task.agent.ignore_sampling=true"
     for name, value in {"model": given.model, **(given.model_extra or {})}.items():
-        if value is None or name in _HARMLESS or value in _NEUTRAL.get(name, ()):
+        if value is None or name in _HARMLESS or name in applied or value in _NEUTRAL.get(name, ()):
             continue
         if name not in own:
+            why = "" if applied else ", because training needs answers as the run samples them"
             raise Refused(
-                f"{name:.200}={value!r:.80} is not supported, because training needs answers as the run samples them: "
-                "leave it out, or set task.agent.ignore_sampling=true.",
+                f"{name:.200}={value!r:.80} is not supported{why}: {fix}.",
                 code="unsupported_parameter",
                 param=name[:200],
             )
         if value != own[name]:
+            why = "" if applied else ", with which every token must be sampled"
             raise Refused(
-                f"{name}={value!r:.80} differs from the run's {own[name]!r}, with which every token must be sampled: "
-                "leave it out, or set task.agent.ignore_sampling=true.",
-                code="unsupported_value",
-                param=name,
+                f"{name}={value!r:.80} differs from {own[name]!r}{why}: {fix}.", code="unsupported_value", param=name
             )
 
 

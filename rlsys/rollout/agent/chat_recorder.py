@@ -20,7 +20,7 @@ from rlsys.config.schema import TaskConfig, TokenMode
 from rlsys.data.question import Question
 from rlsys.data.trajectory import Action, Branch, Finish, Trajectory, Turn
 from rlsys.errors import UserError
-from rlsys.rollout.agent.conversation_tree import ConversationTree, Message
+from rlsys.rollout.agent.conversation_tree import ConversationTree, Message, RecentAnswers
 from rlsys.rollout.agent.recorder import Generation, Generator, Streaming, TurnSampling
 from rlsys.rollout.agent.tokens import Codec, SampledTurn, open_context
 
@@ -48,6 +48,8 @@ class Asked:
     max_tokens: int | None = None
     prompt: str | None = None
     """Plain text to continue instead of messages."""
+    sampling: TurnSampling | None = None
+    """Sampling of this request; None for the recorder's own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +81,9 @@ class ChatRecorder:
         codec: Codec,
         task: TaskConfig,
         sampling: TurnSampling,
+        recent: RecentAnswers | None = None,
     ) -> None:
+        """`recent` has answers of other recorders, which requests may continue, and receives those of this one."""
         self.codec, self.task, self.sampling = codec, task, sampling
         self.limit: Finish | None = None
         """Limit at which a request was refused first; None so far."""
@@ -90,7 +94,7 @@ class ChatRecorder:
         self.counts: Counter[str] = Counter()
         """Reason -> requests without an answer."""
         self._question, self._sample, self._generator = question, sample, generator
-        self._tree = ConversationTree(codec)
+        self._tree = ConversationTree(codec, recent)
         self._facts: dict[int, Turn] = {}
         """Id of a sampled turn -> its facts."""
         self._running = 0
@@ -183,8 +187,9 @@ class ChatRecorder:
         raise Refused(sentence, code="context_length_exceeded", param="messages")
 
     async def _sample_turn(self, input_ids: list[int], asked: Asked, budget: int, on_text: OnText | None) -> Generation:
-        stops = tuple(dict.fromkeys((*self.sampling.stop, *asked.stop)))
-        sampling = replace(self.sampling, stop=stops, max_new_tokens=budget)
+        own = asked.sampling or self.sampling
+        stops = tuple(dict.fromkeys((*own.stop, *asked.stop)))
+        sampling = replace(own, stop=stops, max_new_tokens=budget)
         name = f"{self._question.uid}#{self._sample}.{self._number}"
         self._number += 1
         if on_text is None:

@@ -19,10 +19,10 @@ Invariants:
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -30,6 +30,8 @@ from rlsys.data.trajectory import Branch
 from rlsys.errors import UserError
 from rlsys.rollout.agent.tokens import UNSAMPLED, Codec, SampledTurn, TokenRecord
 
+K = TypeVar("K")
+V = TypeVar("V")
 Message = Mapping[str, Any]
 """Message as a chat template reads it: `role`, `content` as text, and `tool_calls` with arguments as a mapping."""
 
@@ -88,11 +90,46 @@ class Opening:
     """True if only the template keeps the request from continuing a conversation."""
 
 
+class Recent(dict[K, V]):
+    """Entries of a limited total size; the oldest are forgotten first. Write them by `[]` alone."""
+
+    def __init__(self, most: int, size_of: Callable[[V], int]) -> None:
+        super().__init__()
+        self._most, self._size_of = most, size_of
+        self.size = 0
+
+    def __setitem__(self, key: K, value: V) -> None:
+        """Write an entry, and forget the oldest ones beyond the limit, if need be this one too."""
+        if (former := super().pop(key, None)) is not None:
+            self.size -= self._size_of(former)
+        super().__setitem__(key, value)
+        self.size += self._size_of(value)
+        while self.size > self._most:
+            self.size -= self._size_of(super().pop(next(iter(self))))
+
+
+class RecentAnswers(Recent[tuple[str, ...], Generation]):
+    """The last generations of many recorders: keys of tools and all messages, the answer included -> generation.
+
+    Sizes are about the bytes of memory.
+    """
+
+    def __init__(self, most_bytes: int) -> None:
+        super().__init__(most_bytes, _bytes_of)
+
+
+def _bytes_of(made: Generation) -> int:
+    """Return a generous estimate of the memory of a generation: an id and its place in a list take 40 bytes."""
+    turn, characters = made.turn, len(made.text) + sum(map(len, made.asked))
+    return 2000 + 40 * (len(turn.input_ids) + 3 * len(turn.output_ids)) + 8 * characters
+
+
 class ConversationTree:
     """Generations of one episode."""
 
-    def __init__(self, codec: Codec) -> None:
-        self._codec = codec
+    def __init__(self, codec: Codec, recent: RecentAnswers | None = None) -> None:
+        """`recent` has generations of other trees, which requests may continue, and receives those of this one."""
+        self._codec, self._recent = codec, recent
         self.generations: list[Generation] = []
         """All generations, in the order in which they ended."""
         self._of: dict[tuple[str, ...], list[Generation]] = {}
@@ -141,7 +178,10 @@ class ConversationTree:
         if made.parent is not None:
             made.parent.children.append(made)
         self.generations.append(made)
-        self._of.setdefault((*opening.asked, _message_key(answer)), []).append(made)
+        keys = (*opening.asked, _message_key(answer))
+        self._of.setdefault(keys, []).append(made)
+        if self._recent is not None:
+            self._recent[keys] = replace(made, parent=None, children=[])  # Alone, else it keeps its whole tree.
         return made
 
     def branches(self) -> list[tuple[Cause, list[Generation]]]:
@@ -223,6 +263,8 @@ class ConversationTree:
         for length in range(len(asked) - 1, 1, -1):
             if found := self._of.get(asked[:length]):
                 return next((each for each in found if not each.children), found[0])
+            if self._recent is not None and (known := self._recent.get(asked[:length])):
+                return replace(known, children=[])
         return None
 
     def _continuation(

@@ -3,9 +3,9 @@
     POST /SESSION/v1/chat/completions, /v1/completions, /v1/responses, /v1/messages     GET /SESSION/v1/models
     POST /SESSION/v1/search   {"query": "..."} -> {"result": "..."}, the run's search
 
-The server listens on loopback, in the process and on the event loop of the engine. Each episode is a session with a
-path and a key of its own. The agent is a function or a command, and begins with the question, the session's `base_url` and
-its `api_key`.
+The server (`chat_server`) listens on loopback, in the process and on the event loop of the engine. Each episode is a
+session with a path and a key of its own. The agent is a function or a command, and begins with the question, the
+session's `base_url` and its `api_key`.
 
 Invariants:
 - A request reaches the recorder of its own session only. A request without a key gets 401; a wrong key, the key of
@@ -26,44 +26,41 @@ import os
 import signal
 import threading
 from collections import Counter
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Generator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from hmac import compare_digest
 from math import isfinite
 from secrets import token_urlsafe
-from typing import Any, TypeVar
+from typing import Any
 
-from starlette.applications import Starlette
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
 
 from rlsys.components import check_callable, import_component, one_line
 from rlsys.config.schema import GatewayAgent, TaskConfig, TokenMode
 from rlsys.data.question import Question
 from rlsys.data.trajectory import Finish
-from rlsys.errors import RunError, UserError
-from rlsys.rollout.agent.chat_formats import FORMATS, MODEL, ChatCompletions, Format, parsed
-from rlsys.rollout.agent.chat_recorder import ChatRecorder, Refused, Reply
-from rlsys.rollout.agent.conversation_tree import Message
+from rlsys.errors import UserError
+from rlsys.rollout.agent.chat_formats import MODEL, SamplingRule
+from rlsys.rollout.agent.chat_recorder import ChatRecorder, Refused
+from rlsys.rollout.agent.chat_server import (
+    MOST_CONNECTIONS,
+    ChatSession,
+    as_json,
+    chat_app,
+    end_task,
+    read_body,
+    unless_gone,
+)
 from rlsys.rollout.agent.recorder import EpisodeOver
 from rlsys.rollout.tools.calls import Toolbox, render_result, within
 from rlsys.search.address import bind
-from rlsys.search.connections import EventStream, LimitedConfig, LimitedServer
+from rlsys.search.connections import GuestServer, LimitedConfig
 from rlsys.search.retrieval import SearchFailed
 from rlsys.search.web.loop import LoopThread
 
-T = TypeVar("T")
 AGENT = "agent"
 """Key of the agent in the counts of what episodes wait for."""
-MOST_BODY_BYTES = 16 << 20
-BODY_S = 30.0
-"""Time for a request body to arrive."""
-MOST_CONNECTIONS = 4096
-MOST_AT_ONCE = 32
-"""Maximum number of requests of an episode that are read or answered at the same time."""
-MOST_REFUSED = 1000
-"""Number of refused requests of an episode after which every further one is refused unread."""
 MOST_OUTPUT_BYTES = 1 << 20
 """Maximum length of what a command writes."""
 _KILLED_S = 5.0
@@ -89,74 +86,17 @@ def gateway_of(task: TaskConfig, settings: GatewayAgent) -> Gateway:
     return Gateway(settings, entry)
 
 
-Endpoint = Callable[[Request], Awaitable[Response]]
-
-
 class AgentFailed(Exception):
     """Reason why an agent did not end its episode, as the end of a sentence."""
 
 
-@dataclass(eq=False)
-class _Session:
-    """One episode as the server sees it."""
+@dataclass(eq=False, kw_only=True)
+class _Session(ChatSession):
+    """Requests of one episode."""
 
     recorder: ChatRecorder
     tools: Toolbox
     key: str = field(default_factory=lambda: token_urlsafe(24))
-    former: dict[str, Sequence[Message]] = field(default_factory=dict)
-    """Id of an answer -> its messages, for requests that refer to an earlier answer."""
-    running: set[asyncio.Task[Any]] = field(default_factory=set)
-    inside: int = 0
-    """Number of requests that are read or answered now, streams included."""
-    failed: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
-    """Fails when the episode cannot go on."""
-
-    @contextlib.contextmanager
-    def entered(self) -> Generator[None, None, None]:
-        """Count a request as inside. Raises Refused beyond the limits of an episode."""
-        if self.recorder.counts.total() >= MOST_REFUSED:
-            sentence = f"{MOST_REFUSED} requests of this episode were refused: end the agent."
-            raise Refused(sentence, status=429, code="too_many_refused")
-        if self.inside >= MOST_AT_ONCE:
-            sentence = f"{MOST_AT_ONCE} requests of this episode are answered already: wait for one of them."
-            raise Refused(sentence, status=429, code="too_many_requests")
-        self.inside += 1
-        try:
-            yield
-        finally:
-            self.inside -= 1
-
-    def run(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
-        """Start `work`, which is cancelled if the session ends before it."""
-        task = asyncio.ensure_future(work)
-        self.running.add(task)
-        task.add_done_callback(self.running.discard)
-        return task
-
-    def stream(self, reply: asyncio.Task[Reply]) -> None:
-        """Count a request as inside until its reply is complete, also after its response has begun."""
-
-        def leave(_: object) -> None:
-            self.inside -= 1
-
-        self.inside += 1
-        reply.add_done_callback(leave)
-
-    def fail(self, error: BaseException) -> None:
-        """End the episode with `error`."""
-        if not self.failed.done():
-            self.failed.set_exception(error)
-
-    def end(self) -> None:
-        """Cancel all requests."""
-        self.failed.cancel()
-        if not self.failed.cancelled():
-            self.failed.exception()  # Marks it as seen.
-        for request in self.running:
-            request.cancel()
-
-
-Answer = Callable[[Request, _Session], Awaitable[Response]]
 
 
 class Gateway:
@@ -166,10 +106,11 @@ class Gateway:
         self.counts: Counter[str] = Counter()
         """Totals: requests that were refused, whose client was gone, and agents that failed."""
         self._entry, self._command = entry, settings.command
-        self._timeout_s, self._ignores_sampling = settings.timeout_s, settings.ignore_sampling
+        self._timeout_s = settings.timeout_s
+        self._rule = SamplingRule.ignored if settings.ignore_sampling else SamplingRule.fixed
         self._name = f"task.agent.entry={settings.entry}" if entry else f"task.agent.command={settings.command[:1]}"
         self._sessions: dict[str, _Session] = {}
-        self._server: _Server | None = None
+        self._server: GuestServer | None = None
         self._serving: asyncio.Task[None] | None = None
         self._starting = asyncio.Lock()
         self._url = ""
@@ -182,7 +123,7 @@ class Gateway:
         number or None; RunError if the engine fails; EpisodeOver at the agent's time limit.
         """
         await self._start()
-        path, session = token_urlsafe(12), _Session(recorder, tools)
+        path, session = token_urlsafe(12), _Session(recorder=recorder, tools=tools)
         self._sessions[path] = session
         try:
             with tools.waiting(AGENT):
@@ -219,7 +160,7 @@ class Gateway:
             _log.warning("%s %s: the episode of question %s ends as aborted", self._name, failure, question.uid)
             return recorder.limit or Finish.ABORTED
         finally:
-            await within(_gone(agent), timeout_s=_KILLED_S)
+            await within(end_task(agent), timeout_s=_KILLED_S)
         return self._finish(found, recorder)
 
     def _finish(self, found: Any, recorder: ChatRecorder) -> Finish:
@@ -258,162 +199,37 @@ class Gateway:
                 return
             sock = bind("127.0.0.1", 0)
             options = {"log_level": "error", "lifespan": "off", "timeout_graceful_shutdown": 1}
-            config = LimitedConfig(self._app(), MOST_CONNECTIONS, **options)
-            self._server = _Server(config)
+            app = chat_app(self._session, self._rule, "/{session}", {"/v1/search": self._search})
+            config = LimitedConfig(app, MOST_CONNECTIONS, **options)
+            self._server = GuestServer(config)
             self._url = f"http://127.0.0.1:{sock.getsockname()[1]}"
             sock.listen(config.backlog)
             self._serving = asyncio.create_task(self._serve(self._server, sock))
 
     @staticmethod
-    async def _serve(server: _Server, sock: Any) -> None:
+    async def _serve(server: GuestServer, sock: Any) -> None:
         with sock:
             await server.serve(sockets=[sock])
 
-    def _app(self) -> Starlette:
-        routes = [
-            Route(f"/{{session}}{path}", self._endpoint(form), methods=["POST"]) for path, form in FORMATS.items()
-        ]
-        routes.append(Route("/{session}/v1/models", self._guarded(_models), methods=["GET"]))
-        routes.append(Route("/{session}/v1/search", self._guarded(self._search), methods=["POST"]))
-        return Starlette(routes=routes, exception_handlers={404: _unknown, 405: _unknown})
-
-    def _endpoint(self, form: type[Format]) -> Endpoint:
-        async def answer(request: Request, session: _Session) -> Response:
-            recorder, ignores = session.recorder, self._ignores_sampling
-            body = await _body(request)
-            asked = parsed(form, body, recorder.codec, recorder.sampling, ignore_sampling=ignores)
-            if asked.streams:
-                return await _streamed(request, asked, session)
-            reply = await _unless_gone(request, session.run(_reply(asked, session, None)))
-            return _json(asked.written(reply))
-
-        return self._guarded(answer, form)
-
-    def _guarded(self, answer: Answer, form: type[Format] = ChatCompletions) -> Endpoint:
-        """Return `answer` as an endpoint, for requests with the key of their session. Errors are written as `form` does."""
-
-        async def endpoint(request: Request) -> Response:
-            session = None
-            try:
-                session = self._session(request)
-                with session.entered():
-                    return await answer(request, session)
-            except Refused as refusal:
-                if session is None:
-                    self.counts["foreign"] += 1
-                else:
-                    session.recorder.refused(refusal.code)
-                return _json(form.error(refusal), refusal.status)
-            except Exception as error:  # A fault of this server ends the run; the client learns that there is one.
-                if session is not None:
-                    session.fail(error)
-                raise
-
-        return endpoint
-
-    def _session(self, request: Request) -> _Session:
-        scheme, _, key = request.headers.get("authorization", "").partition(" ")
-        key = key.strip() if scheme.lower() == "bearer" else request.headers.get("x-api-key", "")
-        if not key:
-            raise Refused("The api_key of the session is missing.", status=401, code="invalid_api_key")
+    def _session(self, request: Request, key: str) -> _Session:
         session = self._sessions.get(request.path_params["session"])
         if session is None or not compare_digest(session.key.encode(), key.encode("latin-1", "replace")):
+            self.counts["foreign"] += 1
             raise Refused("There is no such session, or it is over.", status=404, code="unknown_session")
         return session
 
     async def _search(self, request: Request, session: _Session) -> Response:
-        query = _query(await _body(request))
+        query = _query(await read_body(request))
         if not session.tools.searches:
             raise Refused("The run has no search: search.enabled=false.", status=404, code="unsupported")
         try:
-            result = await _unless_gone(request, session.run(session.tools.search(query)))
+            result = await unless_gone(request, session.run(session.tools.search(query)))
         except SearchFailed as failure:
             session.fail(failure)
             raise Refused(
                 "No search server answers: the episode is over.", status=503, code="search_failed"
             ) from failure
-        return _json({"result": render_result(result)})
-
-
-async def _reply(asked: Format, session: _Session, on_text: Callable[[str], None] | None) -> Reply:
-    """Return the engine's answer to a request. Raises Refused; if the engine fails, the episode fails too."""
-    request = asked.asked(session.former)
-    try:
-        reply = await session.recorder.generate(request, None if request.tools else on_text)
-    except (RunError, UserError) as error:
-        session.fail(error)
-        raise Refused("The engine has failed: the episode is over.", status=503, code="engine_failed") from error
-    except Refused as refusal:
-        if refusal.code == "aborted":
-            session.fail(EpisodeOver(Finish.ABORTED))
-        raise
-    session.former[asked.id] = (*request.messages, reply.message)
-    return reply
-
-
-async def _unless_gone(request: Request, task: asyncio.Task[T]) -> T:
-    """Return the result of `task`; cancel it if the client disconnects. Raises Refused then, and if the session ends."""
-    gone = asyncio.ensure_future(_disconnected(request))
-    try:
-        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
-        if not task.done():
-            raise Refused("The client has disconnected.", status=499, code="disconnected")
-        return _result(task)
-    finally:
-        gone.cancel()
-        await _gone(task)
-
-
-async def _streamed(request: Request, asked: Format, session: _Session) -> Response:
-    """Return the answer as events. The response begins with the first text, so that a refusal still has its status."""
-    texts: asyncio.Queue[str | None] = asyncio.Queue()
-    task = session.run(_reply(asked, session, texts.put_nowait))
-    task.add_done_callback(lambda _: texts.put_nowait(None))
-    try:
-        first = await _unless_gone(request, asyncio.ensure_future(texts.get()))
-        if first is None and (task.cancelled() or task.exception() is not None):
-            _result(task)
-    except BaseException:
-        await _gone(task)
-        raise
-    session.stream(task)
-    return EventStream(_events(asked, session, task, first, texts))
-
-
-async def _events(
-    asked: Format, session: _Session, task: asyncio.Task[Reply], text: str | None, texts: asyncio.Queue[str | None]
-) -> AsyncGenerator[str, None]:
-    passed = 0
-    try:
-        for event in asked.begun():
-            yield event
-        while text is not None:
-            for event in asked.more(text[passed:]):
-                yield event
-            passed = len(text)
-            text = await texts.get()
-        reply = _result(task)
-        for event in asked.ended(reply, reply.message["content"][passed:]):
-            yield event
-    except Refused as refusal:  # The status is sent already: the error is the last event.
-        session.recorder.refused(refusal.code)
-        yield f"event: error\ndata: {json.dumps(asked.error(refusal))}\n\n"
-    finally:
-        if not task.done():
-            session.recorder.refused("disconnected")
-            await _gone(task)
-
-
-def _result(task: asyncio.Task[T]) -> T:
-    if task.cancelled():
-        raise Refused("The episode is over.", status=404, code="unknown_session")
-    return task.result()
-
-
-async def _disconnected(request: Request) -> None:
-    """Wait until the client is gone. Requires that the body has been read."""
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
+        return as_json({"result": render_result(result)})
 
 
 def _query(body: bytes) -> str:
@@ -426,44 +242,6 @@ def _query(body: bytes) -> str:
     if not isinstance(query, str) or not query.strip():
         raise Refused('Send {"query": "..."}.', param="query")
     return query.encode("utf-8", "replace").decode("utf-8").strip()
-
-
-async def _body(request: Request) -> bytes:
-    """Read the body of a request. Raises Refused."""
-    body = bytearray()
-    try:
-        async with asyncio.timeout(BODY_S):
-            async for block in request.stream():
-                body += block
-                if len(body) > MOST_BODY_BYTES:
-                    raise Refused(f"The body has more than {MOST_BODY_BYTES} bytes.", status=413, code="too_large")
-    except TimeoutError:
-        raise Refused(f"The body did not arrive within {BODY_S:g} s.", status=408, code="timeout") from None
-    except ClientDisconnect:
-        raise Refused("The body is incomplete.", code="disconnected") from None
-    return bytes(body)
-
-
-async def _models(_: Request, session: _Session) -> Response:  # noqa: ARG001
-    about = {"id": MODEL, "object": "model", "created": 0, "owned_by": "rlsys"}
-    return _json({"object": "list", "data": [about]})
-
-
-async def _unknown(request: Request, _: Exception) -> Response:
-    known = ", ".join([*FORMATS, "/v1/models", "/v1/search"])
-    refusal = Refused(f"{request.method} of this path is not offered: {known} are.", status=404, code="unknown_path")
-    return _json(ChatCompletions.error(refusal), 404)
-
-
-def _json(values: Any, status: int = 200) -> Response:
-    """Write a response. The JSON is ASCII, which any text can be."""
-    return Response(json.dumps(values), status, media_type="application/json")
-
-
-async def _gone(task: asyncio.Future[Any]) -> None:
-    """Cancel a task, and wait until it has ended."""
-    task.cancel()
-    await asyncio.gather(task, return_exceptions=True)
 
 
 def _returned(agent: asyncio.Future[Any]) -> Any:
@@ -546,12 +324,3 @@ def _answer(text: str) -> Any:
     except (ValueError, RecursionError):
         return text or None
     return found if isinstance(found, dict) and found and found.keys() <= {"answer", "reward"} else text
-
-
-class _Server(LimitedServer):
-    """Server that leaves signals to the process that it is in."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Generator[None, None, None]:
-        """Override uvicorn's signal handling with a no-op."""
-        yield

@@ -14,7 +14,7 @@ from aiohttp import ClientSession
 from openai import AsyncOpenAI, BadRequestError
 
 from rlsys.data.trajectory import Finish, Trajectory
-from rlsys.rollout.agent.gateway import MOST_AT_ONCE, MOST_BODY_BYTES
+from rlsys.rollout.agent.chat_server import MOST_AT_ONCE, MOST_BODY_BYTES
 from tests.rollout.agent.conversations import function
 from tests.rollout.agent.gateway_play import DRAWN, END, Client, Engine, play, trained
 
