@@ -16,7 +16,7 @@ from tempfile import TemporaryDirectory
 from typing import TypeVar, get_type_hints
 
 from rlsys.apps.data.prepare import SETS
-from rlsys.config.schema import RolloutConfig, RunConfig, kinds_in_words, variant
+from rlsys.config.schema import GatewayAgent, RolloutConfig, RunConfig, kinds_in_words, variant
 from rlsys.data.question import Question, read_questions
 from rlsys.errors import RunError, UserError, in_one
 from rlsys.files import read_yaml
@@ -95,6 +95,8 @@ async def find_inputs(
     """
     problems: list[UserError | RunError] = []
     ignored = ["task.train_path"]  # An evaluation needs no training questions.
+    if isinstance(config.task.agent, GatewayAgent):
+        ignored.append("task.agent.kind")  # What an agent of several contexts cannot be trained with.
     sources = [Source(config.task.eval_path, Path(config.task.eval_path))]
     if names:
         ignored.append("task.eval_path")

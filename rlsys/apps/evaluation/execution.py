@@ -246,12 +246,14 @@ async def asking(config: RunConfig, engine: str) -> AsyncIterator[Ask]:
             search = await stack.enter_async_context(open_tool(config.search))
         tools = EpisodeTools(generator, search, codec, config.task)
         stack.callback(tools.close)
+        slots = tools.slots(config.rollout.max_episodes)
 
         async def ask(question: Question, sample: int, temperature: float) -> Trajectory:
             sampling = evaluation_sampling(
                 config.rollout.sampling, temperature, as_rollouts=config.compat.sampled_validation
             )
-            return await run_episode(question, sample, tools, sampling, config.rollout.episode_timeout_s)
+            async with slots:
+                return await run_episode(question, sample, tools, sampling, config.rollout.episode_timeout_s)
 
         yield ask
 
