@@ -9,6 +9,10 @@ trained tokens of the unit.
     turn:      rewards of this and later turns, gamma per turn     turns with the same index in these episodes
     token:     rewards of this and later tokens, gamma per token   none
 
+An episode may have several contexts, branches, some of which have a reward of their own. It still has one return, which
+counts once in every baseline and scale. The trained tokens of such a branch have the advantage of the episode, plus the
+difference of the branch's reward from the episode's, divided by the same `scale`: the branch's reward less the baseline.
+
 A KL penalty in the reward is subtracted from the rewards first. Example: the four episodes of a group earn 1, 0, 0 and
 1; `credit` is trajectory and `baseline` is group. The trained tokens of the four episodes then have the advantages
 
@@ -45,7 +49,7 @@ deviations from the mean are exactly zero and are not divided.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import accumulate, chain
 
 import numpy as np
@@ -85,6 +89,8 @@ class RewardedEpisode:
     """[seq] KL penalty subtracted from each token's reward, coefficient included; None for no penalty."""
     values: NDArray[np.floating] | None
     """[seq] critic's value of the state before the token; None without a critic."""
+    offsets: Floats | None = None
+    """[seq] reward of the token's branch less that of the episode; None if no branch has a reward of its own."""
 
     @property
     def score(self) -> float:
@@ -108,12 +114,24 @@ class CreditUnits:
     """[units] peer number; units with the same number are peers."""
     of_token: Ints
     """[seq] unit of each token, -1 where untrained."""
+    offsets: Floats | None = field(default=None, metadata={"added later": True})
+    """[seq] `RewardedEpisode.offsets`, divided as `values` are; None if no branch has a reward of its own."""
 
     def on_tokens(self, values: Floats) -> Floats:
-        """Spread `values` [units] over the tokens: [seq], 0 where untrained."""
+        """Spread `values` [units] over the tokens and add the offsets: [seq], 0 where untrained."""
         tokens, trained = np.zeros(len(self.of_token)), self.of_token >= 0
         tokens[trained] = values[self.of_token[trained]]
+        if self.offsets is not None:
+            tokens[trained] += self.offsets[trained]
         return tokens
+
+    def divided(self, values: Floats, divisors: Floats) -> CreditUnits:
+        """Return the units with `values` [units], which have been divided by `divisors` [units], as the offsets are."""
+        if self.offsets is None:
+            return replace(self, values=values)
+        offsets, trained = self.offsets.copy(), self.of_token >= 0
+        offsets[trained] /= divisors[self.of_token[trained]]
+        return replace(self, values=values, offsets=offsets)
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,15 +169,14 @@ def group_estimates(episodes: Sequence[RewardedEpisode], estimator: AdvantageSet
     if not episodes:
         return []
     alone = [_units(episode, estimator) for episode in episodes]
-    values = np.concatenate([one.values for one in alone])
-    if isinstance(estimator, ReturnsAdvantage):
-        values = _compared(values, np.concatenate([one.peers for one in alone]), estimator)
-    estimates = []
-    for episode, one, own in zip(episodes, alone, _split(values, alone), strict=True):
-        critic = isinstance(estimator, GaeAdvantage)
-        returns = one.on_tokens(one.values + _values(episode)) if critic else None
-        estimates.append(AdvantageEstimate(one.on_tokens(own), returns, replace(one, values=own)))
-    return estimates
+    critic = isinstance(estimator, GaeAdvantage)
+    units = _compared(alone, estimator) if isinstance(estimator, ReturnsAdvantage) else alone
+    return [
+        AdvantageEstimate(
+            one.on_tokens(one.values), one.on_tokens(one.values + _values(episode)) if critic else None, one
+        )
+        for episode, one in zip(episodes, units, strict=True)
+    ]
 
 
 def batch_advantages(
@@ -180,7 +197,9 @@ def batch_advantages(
         if estimator.baseline is AdvantageBaseline.batch:
             values = centred(values, np.concatenate([one.peers for one in flat]))
         if estimator.scale is AdvantageScale.batch:
-            values = values / spread(values)
+            divisor = spread(values)
+            values = values / divisor
+            flat = [one.divided(one.values, np.full(len(one.values), divisor)) for one in flat]
     tokens = [one.on_tokens(own) for one, own in zip(flat, _split(values, flat), strict=True)]
     if estimator.whiten if isinstance(estimator, GaeAdvantage) else estimator.scale is AdvantageScale.whiten:
         tokens = _whitened(tokens, [one.of_token >= 0 for one in flat])
@@ -245,13 +264,16 @@ def _on_trained(own: OwnComponent, array: object, episode: RewardedEpisode) -> F
     return values
 
 
-def _compared(values: Floats, peers: Ints, estimator: ReturnsAdvantage) -> Floats:
-    """Apply the baseline and the scale that need only the prompt group to `values` [units]."""
-    divisors = spreads(values, peers) if estimator.scale is AdvantageScale.group else 1.0
+def _compared(units: Sequence[CreditUnits], estimator: ReturnsAdvantage) -> Sequence[CreditUnits]:
+    """Apply the baseline and the scale that need only the prompt group to the units of its episodes."""
     if estimator.baseline not in SIBLINGS:
-        return values
+        return units
+    values, peers = (np.concatenate([getattr(one, name) for one in units]) for name in ("values", "peers"))
+    divisors = spreads(values, peers) if estimator.scale is AdvantageScale.group else np.ones_like(values)
     leave_one_out = estimator.baseline is AdvantageBaseline.leave_one_out
-    return centred(values, peers, leave_one_out=leave_one_out) / divisors
+    values = centred(values, peers, leave_one_out=leave_one_out) / divisors
+    both = zip(units, _split(values, units), _split(divisors, units), strict=True)
+    return [one.divided(own, divisor) for one, own, divisor in both]
 
 
 def _refuse_contradictions(estimator: ReturnsAdvantage) -> None:
@@ -289,7 +311,7 @@ def _units(episode: RewardedEpisode, estimator: ReturnsAdvantage | GaeAdvantage)
         values = to_go(rewards, estimator.gamma)
     of_token = np.full(len(trained), -1, dtype=np.int64)
     of_token[trained] = of_trained
-    return CreditUnits(values, peers, of_token)
+    return CreditUnits(values, peers, of_token, episode.offsets)
 
 
 def _check(episode: RewardedEpisode) -> None:
@@ -303,7 +325,8 @@ def _check(episode: RewardedEpisode) -> None:
             f"turn_of_token must not decrease and must stay below {len(episode.turn_rewards)}, the episode's number of "
             f"turn rewards; it has turns {np.unique(turns).tolist()}: check turn_of_token."
         )
-    for name, given in (("penalties", episode.penalties), ("values", episode.values)):
+    for name in ("penalties", "values", "offsets"):
+        given = getattr(episode, name)
         if given is None:
             continue
         if given.shape != episode.turn_of_token.shape:

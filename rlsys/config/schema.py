@@ -57,6 +57,9 @@ TokenMode = StrEnum("TokenMode", ["retokenize", "append"])
 """Form of a multi-turn context. `retokenize`: Text, tokenised again for every turn and for training. `append`: Token
 ids. Sampled tokens are kept and trained unchanged; each observation is tokenised separately."""
 
+BranchCredit = StrEnum("BranchCredit", ["episode", "branch"])
+"""Owner of the reward from which the tokens of a branch learn."""
+
 SyncMode = StrEnum("SyncMode", ["tensor", "broadcast", "disk", "ipc"])
 """Transport of weights from the actor to the engines and the inference group. `tensor`: Shared host memory of one
 machine. `broadcast`: A process group of the actor's first rank and all receivers, gloo on CPUs and NCCL on GPUs; for
@@ -368,6 +371,9 @@ class GatewayAgent:
     """Maximum number of agents that run beside one engine at the same time; other episodes wait."""
     timeout_s: Seconds = 300.0
     """Time limit of an agent. On expiry, its episode ends as aborted, with the tokens so far."""
+    credit: BranchCredit = BranchCredit.episode
+    """Reward from which the tokens of a branch learn: that of the episode, or, with `branch`, the one that the agent
+    returns for the branch, if it does; see docs/gateway.md. `branch` needs `algorithm.advantage.credit=trajectory`."""
     ignore_sampling: bool = False
     """Ignore what a request asks of sampling, such as its temperature and its model; false refuses a request that asks for
     anything else than the run does."""

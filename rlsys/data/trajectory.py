@@ -96,6 +96,8 @@ class Branch:
     """Index of the branch's first token; it ends where the next branch starts."""
     cause: str = ""
     """Reason why the branch began (`rlsys.rollout.agent.conversation_tree.Cause`); empty if the agent has one context."""
+    reward: float | None = field(default=None, metadata={"added later": True})
+    """Reward that the agent has returned for this branch; None for that of the episode."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -301,8 +303,10 @@ class Group:
 
         Compares only the reward terms in `ANSWER_TERMS`: a group whose answers are all correct or all incorrect has no
         spread, even if a length penalty differs (DAPO, arXiv 2503.14476, eq. 11). Rewards without such terms are
-        compared as a whole.
+        compared as a whole. A branch whose reward differs from that of its episode is a spread too.
         """
+        if any(each.reward not in (None, one.reward) for one in self.samples for each in one.trajectory.branches):
+            return True
 
         def earned(sample: Sample) -> tuple[float, ...]:
             by_answer = tuple(sample.parts[term] for term in sorted(ANSWER_TERMS & sample.parts.keys()))

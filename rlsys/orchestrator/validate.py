@@ -27,7 +27,7 @@ from rlsys.cluster.planning.placement import (
 )
 from rlsys.cluster.planning.resolve import make_plan
 from rlsys.components import check_callable
-from rlsys.config.algorithm import OldLogprobs
+from rlsys.config.algorithm import Credit, OldLogprobs, ReturnsAdvantage
 from rlsys.config.bounds import out_of_range
 from rlsys.config.derived import (
     has_critic,
@@ -43,6 +43,7 @@ from rlsys.config.problems import Problem, algorithm_problems
 from rlsys.config.schema import (
     ActorConfig,
     AdamwConfig,
+    BranchCredit,
     CassetteMode,
     CriticConfig,
     Device,
@@ -297,7 +298,7 @@ def _tools(config: RunConfig) -> Iterator[Problem]:
     yield from _refused(lambda: agent_of(task))
     yield from (Problem(problem.key, str(problem), problem.code) for problem in check_tools(task))
     if isinstance(task.agent, GatewayAgent):
-        yield from _branches(config)
+        yield from _branches(config, task.agent)
     message = task.agent.invalid_message if isinstance(task.agent, SearchR1Agent) else ""
     if not search.enabled and f"<{task.tags.search}>" in message:
         yield Problem.of(
@@ -327,7 +328,7 @@ def _pages(search: SearchConfig) -> Iterator[Problem]:
         yield Problem("search.pages", sentence, "missing")
 
 
-def _branches(config: RunConfig) -> Iterator[Problem]:
+def _branches(config: RunConfig, agent: GatewayAgent) -> Iterator[Problem]:
     """Yield the settings that need one context an episode, which an agent behind the gateway may not have."""
     needing = {
         "a critic, whose values follow one context": has_critic(config.algorithm),
@@ -338,6 +339,14 @@ def _branches(config: RunConfig) -> Iterator[Problem]:
             f"task.agent.kind=gateway cannot have {setting}: choose another algorithm.advantage or compat, or agent."
         )
         yield Problem("task.agent.kind", sentence, "conflict")
+    advantage = config.algorithm.advantage
+    whole = isinstance(advantage, ReturnsAdvantage) and advantage.credit is Credit.trajectory
+    if agent.credit is BranchCredit.branch and not whole:
+        sentence = (
+            "task.agent.credit=branch gives all tokens of a branch its reward, which contradicts algorithm.advantage: use "
+            "algorithm.advantage=returns with algorithm.advantage.credit=trajectory, or task.agent.credit=episode."
+        )
+        yield Problem("task.agent.credit", sentence, "conflict")
 
 
 def _search(config: RunConfig) -> Iterator[Problem]:

@@ -11,7 +11,7 @@ from typer import Argument, Option
 from rlsys.apps.cli.options import ConfigDir, ConfigName, OriginalFolder
 from rlsys.apps.running import run_to_end
 from rlsys.config.compose import load_config
-from rlsys.config.schema import GatewayAgent, TaskConfig, TokenMode
+from rlsys.config.schema import BranchCredit, GatewayAgent, TaskConfig, TokenMode
 from rlsys.errors import UserError
 
 _WORDS = "Settings such as task.max_turns=2; after --data, further sets."
@@ -100,4 +100,4 @@ def _play_by(task: TaskConfig, agent: str | None, command: str | None, baseline:
     assert isinstance(task.agent, GatewayAgent)
     task.agent.entry, task.agent.command = agent, words
     # Only training differs by these.
-    task.token_mode, task.train_eos = TokenMode.append, False
+    task.token_mode, task.train_eos, task.agent.credit = TokenMode.append, False, BranchCredit.branch

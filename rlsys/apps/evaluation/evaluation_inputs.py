@@ -96,7 +96,7 @@ async def find_inputs(
     problems: list[UserError | RunError] = []
     ignored = ["task.train_path"]  # An evaluation needs no training questions.
     if isinstance(config.task.agent, GatewayAgent):
-        ignored.append("task.agent.kind")  # What an agent of several contexts cannot be trained with.
+        ignored += ["task.agent.kind", "task.agent.credit"]  # What an agent of several contexts cannot be trained with.
     sources = [Source(config.task.eval_path, Path(config.task.eval_path))]
     if names:
         ignored.append("task.eval_path")

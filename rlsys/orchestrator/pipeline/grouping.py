@@ -123,7 +123,18 @@ def _episode(sample: Sample, divergence: NDArray[np.float64] | None, coef: float
         turn_of_token=turns_of(sample.trajectory, mask_of),
         penalties=None if divergence is None else coef * divergence,
         values=sample.values,
+        offsets=_offsets(sample),
     )
+
+
+def _offsets(sample: Sample) -> NDArray[np.float64] | None:
+    """Return the reward of each token's branch less that of the episode [seq]; None if no branch has one of its own."""
+    branches = sample.trajectory.branches
+    if all(branch.reward is None for branch in branches):
+        return None
+    own = [0.0 if branch.reward is None else branch.reward - sample.reward for branch in branches]
+    ends = [*(branch.start for branch in branches[1:]), len(sample.trajectory.tokens)]
+    return np.repeat(own, np.diff(ends, prepend=0))
 
 
 def _estimator_in_reward(config: AlgorithmConfig) -> KlEstimator | None:

@@ -11,6 +11,9 @@ import { sourcesOf } from "./evaluations.js";
 import { faultSentence } from "./faults.js";
 import { link, runOf } from "./state.js";
 
+// `Cause` in rlsys/rollout/agent/conversation_tree.py.
+const CAUSES = ["first", "forked", "resampled", "tools", "system", "template", "edited", "compacted", "new_conversation"];
+
 // [title, note, metrics drawn if present (with several runs only the first), their labels]
 const CHARTS = [
   ["Reward", "of the episodes trained on", ["critic/score/mean", "reward/exact_match"], ["reward", "exact match"]],
@@ -19,6 +22,8 @@ const CHARTS = [
   ["KL to the reference", "nats per token, k3 estimate before the step's updates", ["kl/k3"]],
   ["Response length", "tokens, observations included", ["response_length/mean"]],
   ["Searches", "per episode", ["env/number_of_valid_search"]],
+  ["Branches", "per episode, of an agent behind the gateway", ["gateway/branches/mean"]],
+  ["Tokens by branch", "trained tokens, by the reason why their branch began", CAUSES.map((cause) => `gateway/tokens/${cause}`), CAUSES.map((cause) => cause.replace("_", " "))],
   ["Gradient norm", "before clipping", ["actor/grad_norm"]],
   ["Clipped tokens", "share of tokens without gradient because of the ratio clip", ["actor/clip_fraction"]],
   ["Seconds per step", "wall time", ["time/step"]],

@@ -50,6 +50,8 @@ class Asked:
     """Plain text to continue instead of messages."""
     sampling: TurnSampling | None = None
     """Sampling of this request; None for the recorder's own."""
+    id: str = ""
+    """Id of the answer, by which the agent may name its branch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +99,10 @@ class ChatRecorder:
         self._tree = ConversationTree(codec, recent)
         self._facts: dict[int, Turn] = {}
         """Id of a sampled turn -> its facts."""
+        self._turns: dict[str, SampledTurn] = {}
+        """Id of an answer -> its turn."""
+        self._branch_rewards: list[tuple[SampledTurn, float]] = []
+        """Turn -> reward of the branch in which it is trained."""
         self._running = 0
         self._number = 0
 
@@ -128,6 +134,7 @@ class ChatRecorder:
         ids, ended = generation.token_ids, generation.finish == "stop"
         sampled = SampledTurn(opening.input_ids, ids, generation.logprobs, generation.versions, ended)
         self._tree.add(opening, sampled, reply.message)
+        self._turns[asked.id] = sampled
         self._facts[id(sampled)] = Turn(
             text=self.codec.decode(ids),
             action=Action.MESSAGE,
@@ -152,6 +159,19 @@ class ChatRecorder:
     def progress(self) -> None:
         """Return nothing: what the agent has done cannot be done again elsewhere, so its episode begins anew."""
 
+    def reward_branches(self, rewards: Mapping[str, float]) -> None:
+        """Give branches rewards of their own; each is named by the id of an answer that is trained in it.
+
+        Raises LookupError, with the reason, for an unknown id, and for two answers of one branch.
+        """
+        if unknown := rewards.keys() - self._turns.keys():
+            raise _NoBranch(f"{min(map(str, unknown)):.80}, which is the id of no answer of the episode")
+        found = [(self._turns[name], reward) for name, reward in rewards.items()]
+        places = [self._tree.branch_of(turn) for turn, _ in found]
+        if twice := next((name for at, name in enumerate(rewards) if places[at] in places[:at]), None):
+            raise _NoBranch(f"{twice:.80}, whose branch another answer names too")
+        self._branch_rewards = found
+
     def trajectory(self, finish: Finish) -> Trajectory:
         """Return the trajectory so far, ended by `finish`."""
         if self.generations:
@@ -164,6 +184,8 @@ class ChatRecorder:
         if turns and finish is Finish.ANSWER:
             answer = self.answer if self.answer is not None else tagged(turns[-1].text, self.task.tags.answer)
             turns[-1] = replace(turns[-1], action=Action.ANSWER, content=answer)
+        own = {self._tree.branch_of(turn): reward for turn, reward in self._branch_rewards}
+        branches = tuple(replace(branch, reward=own.get(number)) for number, branch in enumerate(branches))
         facts = {"branches": branches, "agent_reward": self.reward}
         return record.trajectory(self._question, self._sample, turns, sampled, finish, **facts)
 
@@ -222,6 +244,10 @@ class ChatRecorder:
             return ""
         begin = len(turn.input_ids) + len(turn.output_ids)
         return self.codec.decode(made.children[0].turn.input_ids[begin:])
+
+
+class _NoBranch(LookupError):
+    """Reason why a branch cannot be found, as the end of a sentence."""
 
 
 class CertainText:

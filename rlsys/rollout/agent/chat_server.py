@@ -186,7 +186,7 @@ def _answering(form: type[Format], rule: SamplingRule) -> Answer:
 
 async def _reply(asked: Format, session: ChatSession, on_text: Callable[[str], None] | None) -> Reply:
     """Return the engine's answer to a request. Raises Refused; if the engine fails, the session fails too."""
-    request = replace(asked.asked(session.former), sampling=asked.sampling)
+    request = replace(asked.asked(session.former), sampling=asked.sampling, id=asked.id)
     try:
         reply = await session.recorder.generate(request, None if request.tools else on_text)
     except (RunError, UserError) as error:

@@ -204,6 +204,11 @@ class ConversationTree:
             found.append((cause, path))
         return found
 
+    def branch_of(self, turn: SampledTurn) -> int:
+        """Return the number of the branch in which a recorded turn is trained."""
+        paths = (path for _, path in self.branches())
+        return next(number for number, path in enumerate(paths) if any(each.turn is turn for each in path))
+
     def record(self) -> tuple[TokenRecord, list[SampledTurn], tuple[Branch, ...]]:
         """Return the tokens of all branches, one after another, their turns in order of training, and the branches.
 

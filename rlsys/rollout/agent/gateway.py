@@ -37,7 +37,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from rlsys.components import check_callable, import_component, one_line
-from rlsys.config.schema import GatewayAgent, TaskConfig, TokenMode
+from rlsys.config.schema import BranchCredit, GatewayAgent, TaskConfig, TokenMode
 from rlsys.data.question import Question
 from rlsys.data.trajectory import Finish
 from rlsys.errors import UserError
@@ -63,6 +63,8 @@ AGENT = "agent"
 """Key of the agent in the counts of what episodes wait for."""
 MOST_OUTPUT_BYTES = 1 << 20
 """Maximum length of what a command writes."""
+_RETURNED = dict.fromkeys(("answer", "reward", "branches"))
+"""Keys of what an agent returns."""
 _KILLED_S = 5.0
 _log = logging.getLogger(__name__)
 
@@ -106,7 +108,7 @@ class Gateway:
         self.counts: Counter[str] = Counter()
         """Totals: requests that were refused, whose client was gone, and agents that failed."""
         self._entry, self._command = entry, settings.command
-        self._timeout_s = settings.timeout_s
+        self._timeout_s, self._credit = settings.timeout_s, settings.credit
         self._rule = SamplingRule.ignored if settings.ignore_sampling else SamplingRule.fixed
         self._name = f"task.agent.entry={settings.entry}" if entry else f"task.agent.command={settings.command[:1]}"
         self._sessions: dict[str, _Session] = {}
@@ -166,13 +168,27 @@ class Gateway:
     def _finish(self, found: Any, recorder: ChatRecorder) -> Finish:
         """Take what the agent returned; return how the episode ended."""
         given = found if isinstance(found, dict) else {"answer" if isinstance(found, str) else "reward": found}
-        answer, reward = given.get("answer"), given.get("reward")
-        sound = isinstance(answer, str | None) and given.keys() <= {"answer", "reward"}
-        if not sound or not (reward is None or (isinstance(reward, int | float) and isfinite(reward))):
+        answer, reward, branches = (given.get(name) for name in _RETURNED)
+        sound = isinstance(answer, str | None) and given.keys() <= _RETURNED.keys()
+        if not sound or not (reward is None or _is_reward(reward)):
             raise self._error(f"returned {found!r:.80}: return an answer as text, a finite reward, or None.")
         recorder.answer = None if answer is None else answer.strip()
         recorder.reward = None if reward is None else float(reward)
+        if branches is not None:
+            self._reward_branches(branches, recorder)
         return Finish.ANSWER if recorder.generations else recorder.limit or Finish.ABORTED
+
+    def _reward_branches(self, rewards: Any, recorder: ChatRecorder) -> None:
+        """Give branches the rewards that the agent has returned for them. Raises UserError for any that cannot be."""
+        sound = isinstance(rewards, dict) and all(map(_is_reward, rewards.values()))
+        if self._credit is BranchCredit.episode:
+            raise self._error("returned rewards of branches: set task.agent.credit=branch, or leave them out.")
+        if not sound:
+            raise self._error(f"returned branches={rewards!r:.80}: return a map of ids of answers to finite rewards.")
+        try:
+            recorder.reward_branches({name: float(reward) for name, reward in rewards.items()})
+        except LookupError as error:
+            raise self._error(f"returned a reward for a branch by {error}: name it by one answer of it.") from error
 
     async def _run(self, question: str, url: str, key: str) -> Any:
         """Run the agent; return what it returned. Raises AgentFailed."""
@@ -244,6 +260,10 @@ def _query(body: bytes) -> str:
     return query.encode("utf-8", "replace").decode("utf-8").strip()
 
 
+def _is_reward(value: Any) -> bool:
+    return isinstance(value, int | float) and isfinite(value)
+
+
 def _returned(agent: asyncio.Future[Any]) -> Any:
     """Return what an agent has returned. Raises AgentFailed, also if the agent raised a cancellation of its own."""
     if agent.cancelled():
@@ -276,7 +296,7 @@ async def _in_thread(work: Callable[[], Any]) -> Any:
 async def _command(command: Sequence[str], question: str, url: str, key: str) -> Any:
     """Run a command: it reads the question and the session as JSON, and writes the answer. Raises AgentFailed.
 
-    It writes text, or {"answer": ..., "reward": ...}. It is killed with its children when the call ends.
+    It writes text, or {"answer": ..., "reward": ..., "branches": ...}. It is killed with its children when the call ends.
     """
     given = json.dumps({"question": question, "base_url": url, "api_key": key, "model": MODEL}).encode()
     own = {"OPENAI_BASE_URL": url, "OPENAI_API_KEY": key}
@@ -323,4 +343,4 @@ def _answer(text: str) -> Any:
         found = json.loads(text)
     except (ValueError, RecursionError):
         return text or None
-    return found if isinstance(found, dict) and found and found.keys() <= {"answer", "reward"} else text
+    return found if isinstance(found, dict) and found and found.keys() <= _RETURNED.keys() else text

@@ -6,16 +6,17 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.testing import assert_allclose, assert_array_equal
 
 from rlsys.algorithms.kl import KlController
 from rlsys.algorithms.losses import divisor, token_weights
-from rlsys.config.algorithm import Aggregation, AlgorithmConfig
+from rlsys.config.algorithm import AdvantageBaseline, AdvantageScale, Aggregation, AlgorithmConfig, ReturnsAdvantage
 from rlsys.config.schema import ParallelConfig
 from rlsys.data.trajectory import Branch, Group, Sample, TopkLogprobs
-from rlsys.orchestrator.pipeline.grouping import finish
+from rlsys.orchestrator.pipeline.grouping import finish, over_mini_batch
 from rlsys.orchestrator.pipeline.step_metrics import step_metrics, training_flops
 from rlsys.trainer.batches import BatchSharder, joined_branches, sequences_of
 from rlsys.weights.flops import Flops
@@ -95,6 +96,82 @@ def test_branches_share_the_advantage_of_their_episode_which_counts_once() -> No
     for one, reward in zip(done.samples, rewards, strict=True):
         mask = one.trajectory.loss_mask
         assert_allclose(one.advantages[mask], (reward - mean) / deviation, rtol=1e-5)
+
+
+OWN = ((None, 0.5, 0.0), (0.25,), (None,))
+"""Own reward of each branch of three episodes with the rewards 1, 0 and 0."""
+
+
+def credited() -> Group:
+    """A group whose branches have the rewards `OWN`, and one trained token each."""
+    samples = []
+    for rewards, total in zip(OWN, (1.0, 0.0, 0.0), strict=True):
+        made = episode([[False, True]] * len(rewards))
+        branches = tuple(
+            replace(branch, reward=own) for branch, own in zip(made.trajectory.branches, rewards, strict=True)
+        )
+        done = replace(made.trajectory, branches=branches)
+        samples.append(replace(made, trajectory=done, reward=total, turn_rewards=(total,)))
+    return Group(question(1), tuple(samples))
+
+
+STD = 3**-0.5
+"""Sample standard deviation of 1, 0, 0."""
+
+
+@pytest.mark.parametrize(
+    ("baseline", "scale", "expected"),
+    [
+        # Each branch's reward, less the mean 1/3 of the episodes' rewards.
+        ("group", "none", ((2 / 3, 1 / 6, -1 / 3), (-1 / 12,), (-1 / 3,))),
+        ("group", "group", ((2 / 3 / STD, 1 / 6 / STD, -1 / 3 / STD), (-1 / 12 / STD,), (-1 / 3 / STD,))),
+        # Less the mean of the other episodes: 0, 1/2 and 1/2.
+        ("leave_one_out", "none", ((1.0, 0.5, 0.0), (-0.25,), (-0.5,))),
+    ],
+)
+def test_branch_learns_from_its_own_reward_and_episodes_count_once_in_the_baseline(
+    baseline: str, scale: str, expected: tuple[tuple[float, ...], ...]
+) -> None:
+    advantage = ReturnsAdvantage(baseline=AdvantageBaseline(baseline), scale=AdvantageScale(scale))
+    done = finish(credited(), AlgorithmConfig(advantage=advantage), KlController(0.0))
+    found = [one.advantages[one.trajectory.loss_mask] for one in done.samples]
+    for own, wanted in zip(found, expected, strict=True):
+        assert_allclose(own, wanted, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize(("baseline", "scale"), [("group", "batch"), ("batch", "batch"), ("none", "whiten")])
+def test_scale_over_the_mini_batch_divides_rewards_of_branches_too(baseline: str, scale: str) -> None:
+    other = Group(question(2), (rewarded(trajectory((3, 4)), 3.0), rewarded(trajectory((3, 4)), 2.0)))
+    config = AlgorithmConfig(
+        advantage=ReturnsAdvantage(baseline=AdvantageBaseline(baseline), scale=AdvantageScale(scale))
+    )
+    groups = [finish(group, config, KlController(0.0)) for group in (credited(), other)]
+    done = over_mini_batch(groups, config)
+    episodes = np.array([1.0, 0.0, 0.0, 3.0, 2.0])
+    baselines = {
+        "group": np.array([1 / 3] * 3 + [2.5] * 2),
+        "batch": np.full(5, episodes.mean()),
+        "none": np.zeros(5),
+    }[baseline]
+    branches = np.array([1.0, 0.5, 0.0, 0.25, 0.0, 3.0, 2.0]) - np.repeat(baselines, [3, 1, 1, 1, 1])
+    masks = [one.trajectory.loss_mask for group in done for one in group.samples]
+    found = np.concatenate(
+        [one.advantages[mask] for one, mask in zip((s for g in done for s in g.samples), masks, strict=True)]
+    )
+    tokens = np.repeat(branches, [1, 1, 1, 1, 1, *(mask.sum() for mask in masks[3:])])
+    if scale == "batch":
+        expected = tokens / (episodes - baselines).std(ddof=1)
+    else:
+        expected = (tokens - tokens.mean()) / tokens.std(ddof=1)
+    assert_allclose(found, expected, rtol=1e-4)
+
+
+def test_rewards_of_branches_alone_are_a_spread() -> None:
+    group = credited()
+    same = replace(group, samples=tuple(replace(one, reward=0.0) for one in group.samples))
+    assert same.has_spread
+    plain = [replace(one, trajectory=replace(one.trajectory, branches=(Branch(0),)), parts={}) for one in same.samples]
+    assert not replace(same, samples=tuple(plain)).has_spread
 
 
 def test_metrics_count_branches_and_their_tokens_by_cause() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import httpx
 
-from rlsys.config.schema import GatewayAgent, TokenMode
+from rlsys.config.schema import BranchCredit, GatewayAgent, TokenMode
 from rlsys.data.question import Question
 from rlsys.data.trajectory import Trajectory
 from rlsys.rollout.agent.episode import EpisodeTools, run_episode
@@ -76,14 +76,20 @@ class Engine:
 
 
 def tools_of(
-    engine: Engine, agent: Callable[..., Any] | GatewayAgent, *, ignore_sampling: bool = False, **changes: Any
+    engine: Engine,
+    agent: Callable[..., Any] | GatewayAgent,
+    *,
+    ignore_sampling: bool = False,
+    credit: BranchCredit = BranchCredit.episode,
+    **changes: Any,
 ) -> EpisodeTools:
     """Tools of a task whose agent is a function, or as the settings name it."""
     settings = agent if isinstance(agent, GatewayAgent) else GatewayAgent(entry=f"{gateway_agents.__name__}.plain")
     usual = {"token_mode": TokenMode.append, "train_eos": False, "max_total_tokens": 4000}
     tools = EpisodeTools(engine, engine, CODEC, task(agent=settings, **{**usual, **changes}))
     if not isinstance(agent, GatewayAgent):
-        tools.agent = Gateway(GatewayAgent(timeout_s=60.0, ignore_sampling=ignore_sampling), agent)
+        own = GatewayAgent(timeout_s=60.0, ignore_sampling=ignore_sampling, credit=credit)
+        tools.agent = Gateway(own, agent)
     return tools
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from contextlib import closing
 from dataclasses import replace
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import psutil
 import pytest
 
-from rlsys.config.schema import GatewayAgent
+from rlsys.config.schema import BranchCredit, GatewayAgent
 from rlsys.data.trajectory import Action, Finish
 from rlsys.errors import Code, RunError
 from rlsys.orchestrator.rewards.reward import Rewards
@@ -169,6 +170,48 @@ def test_parallel_requests_are_branches() -> None:
     assert trained(played) == 3 * f"Paris{END}"
 
 
+async def ids_of_two_branches(base_url: str, api_key: str) -> list[str]:
+    """Hold two conversations, the first of two turns; return the id of each answer."""
+    ids = []
+    async with Client(base_url, api_key) as client:
+        messages = [{"role": "user", "content": "Who?"}]
+        for said in (messages, [*messages, {"role": "assistant", "content": "Paris"}, *messages], [{**messages[0]}]):
+            reply = (await client.post("/chat/completions", {"messages": said})).json()
+            ids.append(reply["id"])
+    return ids
+
+
+def test_agent_rewards_branches_by_an_answer_of_each() -> None:
+    async def client(_: str, base_url: str, api_key: str) -> Any:
+        first, _, other = await ids_of_two_branches(base_url, api_key)
+        return {"answer": "Rome", "reward": 1, "branches": {other: 0.25, first: 0}}
+
+    played = play(Engine(["Paris"]), client, credit=BranchCredit.branch)
+    assert [(branch.cause, branch.reward) for branch in played.branches] == [("first", 0.0), ("resampled", 0.25)]
+    assert (played.answer, played.agent_reward) == ("Rome", 1.0)
+
+
+@pytest.mark.parametrize(
+    ("credit", "branches"),
+    [
+        (BranchCredit.episode, lambda ids: {ids[0]: 1.0}),
+        (BranchCredit.branch, lambda _: {"chatcmpl-x": 1.0}),
+        (BranchCredit.branch, lambda ids: {ids[0]: 1.0, ids[1]: 1.0}),
+        (BranchCredit.branch, lambda ids: {ids[0]: float("nan")}),
+        (BranchCredit.branch, lambda ids: [ids[0]]),
+    ],
+    ids=["not asked for", "unknown answer", "one branch twice", "not finite", "no map"],
+)
+def test_rewards_of_branches_that_cannot_be_given_end_the_run(
+    credit: BranchCredit, branches: Callable[[list[str]], Any]
+) -> None:
+    async def client(_: str, base_url: str, api_key: str) -> Any:
+        return {"branches": branches(await ids_of_two_branches(base_url, api_key))}
+
+    with refused("user_code", "task.agent"):
+        play(Engine(["Paris"]), client, credit=credit)
+
+
 @pytest.mark.parametrize(
     ("overrides", "code", "key"),
     [
@@ -179,6 +222,11 @@ def test_parallel_requests_are_branches() -> None:
         ([f"task.agent.entry={AGENTS}.plain", "task.token_mode=retokenize"], "conflict", "task.token_mode"),
         ([f"task.agent.entry={AGENTS}.plain", "task.train_eos=true"], "conflict", "task.train_eos"),
         ([f"task.agent.entry={AGENTS}.plain", "algorithm.advantage=gae"], "conflict", "task.agent.kind"),
+        (
+            [f"task.agent.entry={AGENTS}.plain", "task.agent.credit=branch", "algorithm.advantage.credit=turn"],
+            "conflict",
+            "task.agent.credit",
+        ),
         ([f"task.agent.entry={AGENTS}.plain", "compat.observations_in_values=true"], "conflict", "task.agent.kind"),
     ],
 )
