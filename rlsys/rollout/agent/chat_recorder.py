@@ -156,9 +156,6 @@ class ChatRecorder:
         """Count a request without an answer."""
         self.counts[reason] += 1
 
-    def progress(self) -> None:
-        """Return nothing: what the agent has done cannot be done again elsewhere, so its episode begins anew."""
-
     def reward_branches(self, rewards: Mapping[str, float]) -> None:
         """Give branches rewards of their own; each is named by the id of an answer that is trained in it.
 

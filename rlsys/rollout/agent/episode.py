@@ -27,7 +27,7 @@ from rlsys.rollout.agent.gateway import Gateway, gateway_of
 from rlsys.rollout.agent.react import ChatFormat, react
 from rlsys.rollout.agent.recorder import EpisodeOver, Generator, Recorder, TurnSampling
 from rlsys.rollout.agent.search_r1 import information_observer, search_r1
-from rlsys.rollout.agent.tokens import Codec, EpisodeProgress, PartialEpisode
+from rlsys.rollout.agent.tokens import Codec, EpisodeProgress, PartialEpisode, begun_episode
 from rlsys.rollout.tools.calls import SearchTool, Toolbox, within
 from rlsys.rollout.tools.interface import EpisodeFacts, OpenTool, Shared, Tool, abandon, has_state, open_tools
 from rlsys.search.web.loop import LoopThread
@@ -102,6 +102,8 @@ class EpisodeTools:
         has_own = isinstance(task.agent, CustomAgent | GatewayAgent)
         self.resumes = not has_own and not any(map(has_state, self.custom.values()))
         """True if an interrupted episode can go on elsewhere. An agent or tool with a state of its own begins anew."""
+        self.begun_anew = 0
+        """Total of episodes that had begun elsewhere, could not be resumed, and began anew here."""
         self._warned = False
 
     def _open(self, given: Sequence[OpenTool] | None) -> None:
@@ -136,9 +138,11 @@ class EpisodeTools:
         return asyncio.Semaphore(min(most, agent.concurrency) if isinstance(agent, GatewayAgent) else most)
 
     def metrics(self) -> dict[str, float]:
-        """Return totals of the gateway since the start: agents that failed, and requests without an answer."""
+        """Return totals since the start: episodes begun anew; of the gateway, agents that failed and requests without an
+        answer."""
         counts = self.agent.counts if isinstance(self.agent, Gateway) else {}
-        return {f"gateway_{name}": count for name, count in counts.items()}
+        begun_anew = {} if self.resumes else {"episodes_begun_anew": self.begun_anew}
+        return {**begun_anew, **{f"gateway_{name}": count for name, count in counts.items()}}
 
     def warn_of_beginning_anew(self) -> None:
         """Log once that running episodes cannot be resumed."""
@@ -179,7 +183,10 @@ class Episode:
         progress: PartialEpisode | None = None,
     ) -> None:
         """`progress` is from the same question, task and tokenizer; the episode resumes after the turns in it."""
-        self._question, self._tools = question, tools
+        if progress is not None and not tools.resumes:
+            tools.begun_anew += 1
+            progress = None
+        self._question, self._sample, self._tools = question, sample, tools
         facts = EpisodeFacts(question, sample)
         self._box = Toolbox(tools.custom, tools.threads, tools.search, facts, tools.awaited)
         given = question, sample, tools.generator, tools.codec, tools.task, sampling
@@ -187,11 +194,13 @@ class Episode:
         self.recorder = ChatRecorder(*given) if plays_chats else Recorder(*given, progress)
 
     def progress(self) -> PartialEpisode | None:
-        """Return the whole turns so far; None without any, and if the episode cannot be resumed."""
-        if not self._tools.resumes:
-            self._tools.warn_of_beginning_anew()
+        """Return the whole turns so far, none if the episode cannot be resumed; None if it has not begun."""
+        if self._tools.resumes and isinstance(self.recorder, Recorder):
+            return self.recorder.progress()
+        if not self.recorder.generations:
             return None
-        return self.recorder.progress()
+        self._tools.warn_of_beginning_anew()
+        return begun_episode(self._question.uid, self._sample)
 
     def trajectory(self, finish: Finish) -> Trajectory:
         """Return the trajectory so far, ended by `finish`."""

@@ -436,6 +436,8 @@ def _common_prefix(sampled: Sequence[int], final: NDArray[np.int32]) -> int:
 class PartialEpisode:
     """The whole turns of an interrupted episode, at least one. Resuming the episode needs nothing else.
 
+    It has no turn if the episode had begun and cannot be resumed: it begins anew.
+
     `Recorder` rebuilds the context, in either token mode, from the turns and the question. Tokens of an incomplete turn
     are dropped and sampled again.
 
@@ -455,6 +457,12 @@ class PartialEpisode:
     """[sampled] weight version that sampled each token."""
     ended_itself: NDArray[np.bool_]
     """[turns] `SampledTurn.ended_itself` of each turn."""
+
+
+def begun_episode(question_uid: str, sample: int) -> PartialEpisode:
+    """Return the progress of an episode that had begun and begins anew."""
+    ids, logprobs, ended = np.empty(0, np.int32), np.empty(0, np.float32), np.empty(0, np.bool_)
+    return PartialEpisode(question_uid, sample, (), ids, logprobs, ids, ended)
 
 
 EpisodeProgress = Trajectory | PartialEpisode
