@@ -38,7 +38,10 @@ def is_url(text: str) -> bool:
 
 def bind(host: str, port: int) -> socket.socket:
     """Return a TCP socket that is bound but not listening; port 0 selects a free port. Raises UserError on failure."""
-    sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+    # asyncio sends small packets at once (TCP_NODELAY) only if the protocol is named; else a response of two writes waits
+    # 40 ms for the client's delayed acknowledgement.
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    sock = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     if port != 0:  # allows an immediate restart on the same port; a port that the system selects must not be shared
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:

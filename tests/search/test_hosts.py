@@ -9,7 +9,7 @@ import httpx
 import pytest
 from starlette.types import ASGIApp
 
-from rlsys.search.address import is_inner, is_trusted, own_names
+from rlsys.search.address import bind, is_inner, is_trusted, own_names
 from rlsys.search.server import command
 
 from .gated import Gated, in_process
@@ -96,3 +96,17 @@ async def test_a_public_bind_accepts_internal_names_and_warns_without_a_token(
         for name, status in statuses.items():
             assert (await client.get("/openapi.json", headers={"Host": name})).status_code == status, name
     assert len(warnings) == (host == "0.0.0.0")
+
+
+async def test_server_of_asyncio_sends_small_packets_at_once() -> None:
+    """Else a response of two writes waits for the client's delayed acknowledgement."""
+    accepted: asyncio.Future[socket.socket] = asyncio.get_running_loop().create_future()
+
+    def note(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        accepted.set_result(writer.get_extra_info("socket"))
+
+    with bind("127.0.0.1", 0) as sock:
+        async with await asyncio.start_server(note, sock=sock):
+            _, writer = await asyncio.open_connection(*sock.getsockname())
+            assert (await accepted).getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+            writer.close()
