@@ -67,6 +67,7 @@ def algorithm_problems(config: RunConfig) -> Iterator[str]:
     yield from _estimator(algorithm)
     yield from _kl_weight(config)
     yield from _reference(algorithm)
+    yield from _adapters(config)
     yield from _old_logprobs(config)
     warmup, steps = config.critic.warmup_steps, config.trainer.steps
     if has_critic(algorithm) and warmup >= steps:
@@ -275,4 +276,14 @@ def _reference(algorithm: AlgorithmConfig) -> Iterator[str]:
         yield (
             "algorithm.eval_ref_policy=true would repeat the evaluation before the first step, because the "
             "reference never changes: set it to false, or move the reference with ref_policy_ema_tau."
+        )
+
+
+def _adapters(config: RunConfig) -> Iterator[str]:
+    algorithm, rank = config.algorithm, config.model.lora.rank
+    if rank and has_reference(algorithm) and moves_reference(algorithm):
+        yield (
+            f"model.lora.rank={rank} makes the frozen model the reference policy, but algorithm.ref_policy_ema_tau="
+            f"{algorithm.ref_policy_ema_tau:g} and ref_policy_reset_period={algorithm.ref_policy_reset_period} move the "
+            "reference: set them to 1 and null, or model.lora.rank=0."
         )

@@ -80,6 +80,23 @@ GuardAction = StrEnum("GuardAction", ["warn", "stop"])
 
 
 @dataclass
+class LoraConfig:
+    """Low-rank adapters (LoRA) of the policy: the actor trains them alone, and the weights at `model.path` stay
+    frozen. The critic, if any, is trained whole."""
+
+    rank: Whole = 0
+    """Rank of every adapter; 0 trains the whole policy."""
+    alpha: Positive = 16.0
+    """Adapters are scaled by alpha / rank, as in PEFT."""
+    dropout: Decay = 0.0
+    """Share of an adapter's inputs that training replaces by zeros. With more than 0, the ratio of a step's first update is
+    no longer 1."""
+    targets: list[str] | None = None
+    """Linear layers with adapters, by the last part of their Hugging Face names, such as [q_proj, v_proj]; null is every
+    linear layer of attention and MLP. Experts cannot have adapters."""
+
+
+@dataclass
 class ModelConfig:
     """The policy: checkpoint, kernels and precision."""
 
@@ -106,6 +123,7 @@ class ModelConfig:
     family: str | None = None
     """Model family: the path of a YAML file of your own, or the name of a built-in family; null takes the built-in family
     named by `model_type` in config.json."""
+    lora: LoraConfig = field(default_factory=LoraConfig)
 
 
 @dataclass

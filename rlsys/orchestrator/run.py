@@ -626,6 +626,8 @@ def _weight_sync(config: RunConfig, log: RunLogger, groups: Groups, pipeline: Ro
     """
     immediate = [groups.inference] if groups.inference and scores_with_policy(config.algorithm) else []
     colocated = config.cluster.mode is Mode.colocated
+    # Another layout may round merged adapters differently, so the inference group does not send a policy that has them.
+    copies = immediate[0].workers if immediate and not config.model.lora.rank else None
     return WeightSync(
         groups.actor.workers,
         [groups.engines],
@@ -635,7 +637,7 @@ def _weight_sync(config: RunConfig, log: RunLogger, groups: Groups, pipeline: Ro
         immediate,
         groups.devices.onload,
         (lambda _version: None) if colocated else pipeline.publish,
-        immediate[0].workers if immediate else None,
+        copies,
     )
 
 

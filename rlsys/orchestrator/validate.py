@@ -66,6 +66,7 @@ from rlsys.rollout.agent.episode import agent_of
 from rlsys.rollout.tools.interface import check_tools
 from rlsys.search.address import is_url
 from rlsys.search.index.backend import check_kind
+from rlsys.weights.lora import adapter_rules
 from rlsys.weights.weight_map import largest_tensor_bytes, layer_spec_of, read_architecture
 
 Ranks = dict[str, tuple[int, ...]]
@@ -167,6 +168,8 @@ def _layout(config: RunConfig) -> Iterator[Problem]:
     except UserError as problem:
         yield Problem("model.path", str(problem), problem.code)
         return
+    if config.model.lora.rank > 0:
+        yield from _refused(lambda: adapter_rules(architecture, config.model.lora))
     for group, settings in megatron_groups(config).items():
         yield from parallel_problems(group, settings.parallel, len(ranks[group]), architecture)
         yield from context_problems(config, group)

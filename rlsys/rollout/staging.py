@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -93,11 +94,14 @@ class StagedVersion:
         moves = to_host and isinstance(bucket.data, Tensor)
         staged = bucket.copy(to_host)
         for record, tensor in unpack(bucket if moves else staged):
-            self.weights.predict(record.name, tensor)
             self._checksums[record.name] = record.checksum
+            if not record.of_adapter:
+                self.weights.predict(record.name, tensor)
+        staged = replace(staged, records=tuple(record for record in staged.records if not record.of_adapter))
         if moves:  # The arriving bucket's memory is lent.
             self.weights.detach(bucket.flat)
-        self._buckets.append(staged)
+        if staged.records:
+            self._buckets.append(staged)
         self.nbytes += staged.flat.nbytes
 
     def check(self, version: int, expected_digest: str) -> None:

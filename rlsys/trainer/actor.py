@@ -18,14 +18,16 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain, repeat
 from math import isfinite
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from megatron.core.distributed import finalize_model_grads
 from numpy.typing import NDArray
 from torch import Tensor
@@ -50,12 +52,13 @@ from rlsys.trainer import mesh
 from rlsys.trainer.batches import Accumulated, MicroBatch, OptimizerStep
 from rlsys.trainer.export import Export, WeightSender, load_hf, owners_group
 from rlsys.trainer.forward import ContextShare, context_shares, forward, forward_backward, to_tensor
-from rlsys.trainer.log_prob import MegatronWorker, ReferencePlan, ReferencePolicy
+from rlsys.trainer.log_prob import BaseReference, MegatronWorker, ReferencePlan, ReferencePolicy
 from rlsys.trainer.model.logprobs import Divergence, divergence_of, lay_out, token_logprobs
 from rlsys.trainer.model.stage_model import PolicyModel, StageModel, ValueModel
 from rlsys.trainer.offload import OffloadStats, gradient_buffers
 from rlsys.trainer.optimizer import Optimizer, begin_sums, learning_rate, wrap
 from rlsys.weights.checkpoint import sharded
+from rlsys.weights.checkpoint.adapters import BaseModel, check_adapters, described
 from rlsys.weights.checkpoint.sharded import CheckpointContent, restore_generators
 from rlsys.weights.checkpoint.store import CheckpointInfo, read_checkpoint_info
 from rlsys.weights.transport import Sender
@@ -185,7 +188,7 @@ class Learner(MegatronWorker, ABC):
             model = self._model.sharded_state()
             optimizer = self._optimizer.state_to_load(model, info.step)
             state = sharded.load(folder, {"model": model, "optimizer": optimizer})
-            self._model.module.load_state_dict(state["model"])
+            self._model.load_state(state["model"])
             self._optimizer.load_state(state["optimizer"])
         else:
             self._model.load_checkpoint(folder)
@@ -270,9 +273,13 @@ class Actor(Learner, WeightSender):
         coords = mesh.start(rendezvous, parallel, seed)
         self._policy = PolicyModel(architecture, model, parallel, coords)
         super().__init__("The actor", self._policy, optimizer, total_steps, scratch)
-        self._objective = objective
-        self._reference: ReferencePolicy | None = None
-        if objective.reference is not None:
+        self._objective, self._seed = objective, seed
+        self._base: BaseModel | None = None
+        """What adapters are trained beside; None without adapters, or until it is loaded."""
+        self._reference: ReferencePolicy | BaseReference | None = None
+        if objective.reference is not None and self._policy.lora is not None:
+            self._reference = BaseReference(self._policy, objective.reference)
+        elif objective.reference is not None:
             copy = PolicyModel(architecture, model, parallel, coords)
             load_hf(copy, model.path)
             self._reference = ReferencePolicy(copy, objective.reference)
@@ -296,6 +303,15 @@ class Actor(Learner, WeightSender):
         actor.load_hf(config.model.path)
         return actor
 
+    def load_hf(self, path: str | Path) -> None:
+        """See `Learner`. Adapters get their initial values, with which they change nothing."""
+        if self._policy.lora is not None:
+            self._policy.reset_adapters(self._seed)
+            found = [BaseModel.of(path) if self.coords.rank == 0 else None]
+            dist.broadcast_object_list(found, src=0)
+            self._base = found[0]
+        super().load_hf(path)
+
     def device_name(self) -> str:
         """Return the GPU's name as CUDA reports it, or "cpu"."""
         return torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
@@ -308,25 +324,43 @@ class Actor(Learner, WeightSender):
 
     def end_step(self, version: int) -> None:
         """Let the actor's own reference follow the policy, which is now at `version`; no-op without a reference."""
-        if self._reference is not None:
+        if isinstance(self._reference, ReferencePolicy):
             self._require("end a step")
             self._gather()
             self._reference.follow(self._policy, version)
 
     def load(self, folder: str | Path) -> bool:
-        """See `Learner`. A checkpoint with only weights leaves the actor's own reference unchanged."""
+        """See `Learner`. A checkpoint with only weights leaves the actor's own reference unchanged.
+
+        A checkpoint of adapters needs the base that they were trained beside, which `load_hf` has loaded. Raises UserError
+        for one of another base, rank, alpha or targets, and for one of a whole model.
+        """
+        check_adapters(folder, read_checkpoint_info(folder), self._adapters())
         generators = super().load(folder)
-        if self._reference is not None and read_checkpoint_info(folder).optimizer:
+        if isinstance(self._reference, ReferencePolicy) and read_checkpoint_info(folder).optimizer:
             self._reference.load(f"{Path(folder)}_reference")
         return generators
 
     def _kept(self) -> Iterable[Tensor]:
-        return chain(super()._kept(), () if self._reference is None else self._reference.tensors())
+        own = self._reference.tensors() if isinstance(self._reference, ReferencePolicy) else ()
+        return chain(super()._kept(), own)
 
     def _contents(self, folder: Path) -> list[CheckpointContent]:
         """See `Learner`. The actor's own reference goes to `{folder}_reference`, which is complete before `folder`."""
-        policy, reference = super()._contents(folder), self._reference
-        return policy if reference is None else [reference.content(Path(f"{folder}_reference")), *policy]
+        (policy,), reference = super()._contents(folder), self._reference
+        policy = replace(policy, info=replace(policy.info, adapters=self._adapters()))
+        if not isinstance(reference, ReferencePolicy):
+            return [policy]
+        return [reference.content(Path(f"{folder}_reference")), policy]
+
+    def _adapters(self) -> dict[str, Any] | None:
+        """Return what a checkpoint says about its adapters; None if the whole model is trained."""
+        lora = self._policy.lora
+        if lora is None:
+            return None
+        if self._base is None:
+            raise RuntimeError("Adapters have no base: call load_hf first.")
+        return described(lora, self._policy.architecture, self._base)
 
     def _check(self, batch: MicroBatch) -> None:
         if batch.old_logprobs is None and not self._objective.own_old:
@@ -348,7 +382,8 @@ class Actor(Learner, WeightSender):
     def _loss_for(self, shares: Sequence[ContextShare]) -> LossOf:
         ref_logits: Iterator[Tensor | None] = repeat(None)
         if self._reference is not None:
-            ref_logits = iter(forward(self._reference.model, shares, lambda logits, _: logits))
+            with self._reference.scoring() as model:
+                ref_logits = iter(forward(model, shares, lambda logits, _: logits))
         return lambda logits, share: self._loss_of(logits, share, next(ref_logits))
 
     def _loss_of(self, logits: Tensor, share: ContextShare, ref_logits: Tensor | None) -> tuple[Tensor, Result]:

@@ -49,15 +49,22 @@ from rlsys.weights.transport import (
     open_sender,
     pack_into,
 )
-from rlsys.weights.weight_map import Cut, Entry, ShardLoader, aligned, packed
+from rlsys.weights.weight_map import Cut, Entry, ShardLoader, WeightMap, aligned, packed
 
 
-def shard_loader(model: StageModel, parameters: Mapping[str, Parameter] | None = None) -> ShardLoader:
+def update_loader(model: StageModel) -> ShardLoader:
+    """Return a loader that takes the tensors of an export: those of the adapters in a model that has them, else all."""
+    return shard_loader(model, model.updated, model.adapter_weights)
+
+
+def shard_loader(
+    model: StageModel, parameters: Mapping[str, Parameter] | None = None, weights: WeightMap | None = None
+) -> ShardLoader:
     """Return a loader that takes whole Hugging Face tensors and copies this process's shards into `parameters`.
 
-    `parameters` defaults to all that the model loads.
+    `parameters` defaults to all that the model loads from a folder, and `weights` to the model's map.
     """
-    into = model.loaded if parameters is None else parameters
+    into, weights = model.loaded if parameters is None else parameters, weights or model.weights
 
     def store(name: str, shard: Tensor) -> None:
         if into[name].shape != shard.shape:
@@ -69,7 +76,7 @@ def shard_loader(model: StageModel, parameters: Mapping[str, Parameter] | None =
             )
         into[name].data.copy_(shard)
 
-    return ShardLoader(model.weights, list(into), model.coords.tp, model.coords.tp_size, store)
+    return ShardLoader(weights, list(into), model.coords.tp, model.coords.tp_size, store)
 
 
 def load_hf(model: StageModel, path: str | Path) -> None:
@@ -115,7 +122,11 @@ def export_plan(model: PolicyModel, bucket_bytes: int) -> list[list[Entry]]:
         if entry.name in model.exported or (entry.expert is not None and entry.layer in model.layers)
     ]
     return list(
-        packed(entries, lambda e: sum(aligned(prod(shape) * itemsize) for shape in e.rule.shapes), bucket_bytes)
+        packed(
+            [*entries, *model.adapter_entries],
+            lambda e: sum(aligned(prod(shape) * itemsize) for shape in e.rule.shapes),
+            bucket_bytes,
+        )
     )
 
 
@@ -130,6 +141,8 @@ def whole_tensors(model: PolicyModel, entries: Sequence[Entry]) -> Iterator[tupl
         if entry.expert is not None or coords.in_stage >= coords.tp_size:
             continue
         shard = model.parameters[entry.name].data
+        if entry.name in model.adapters:
+            shard = model.adapters[entry.name].merged(shard)
         shards = [shard]
         if coords.tp_size > 1 and entry.rule.cut is not Cut.WHOLE:
             shards = [torch.empty_like(shard) for _ in range(coords.tp_size)]

@@ -11,7 +11,8 @@ Invariants:
   checkpoint.
 
 The reference policy is frozen, reset to the policy periodically, or an exponential moving average of the policy, with
-or without resets. `ReferencePolicy.follow` is called after each weight update (in an actor that keeps the reference:
+or without resets. A policy with adapters (`model.lora`) is its own reference: `BaseReference` turns its adapters off, and
+holds no weights. `ReferencePolicy.follow` is called after each weight update (in an actor that keeps the reference:
 after each step) and depends only on version numbers. Every process updates its own shards without communication.
 Nothing changes at version 0 or at a version that was followed already. At a new version v, the first match applies:
 
@@ -29,6 +30,7 @@ own master copy. A reference that is not an average has no master copy.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -45,7 +47,7 @@ from rlsys.config.schema import ModelConfig, ParallelConfig, RunConfig
 from rlsys.errors import RunError
 from rlsys.trainer import mesh
 from rlsys.trainer.batches import LogProbs, MicroBatch
-from rlsys.trainer.export import Export, WeightSender, load_hf, owners_group, shard_loader
+from rlsys.trainer.export import Export, WeightSender, load_hf, owners_group, update_loader
 from rlsys.trainer.forward import ContextShare, context_shares, forward
 from rlsys.trainer.model.logprobs import lay_out, logprobs_at, token_logprobs, top_tokens
 from rlsys.trainer.model.stage_model import PolicyModel
@@ -139,6 +141,11 @@ class ReferencePolicy:
         """Yield all tensors of the reference: weights and master copies."""
         return chain(self._weights, self._master)
 
+    @contextmanager
+    def scoring(self) -> Iterator[PolicyModel]:
+        """Yield the model that scores during the body."""
+        yield self.model
+
     def content(self, folder: Path) -> CheckpointContent:
         """Return the content of a checkpoint in `folder`, which converts and loads like a checkpoint of the policy."""
         with_master = bool(self._master)
@@ -171,6 +178,22 @@ class ReferencePolicy:
             for number, tensor in enumerate(self._master)
         }
         return {_MODEL: model, _MASTER: master}
+
+
+class BaseReference:
+    """The reference policy of a policy with adapters: the same model without them. Holds nothing, and never moves."""
+
+    def __init__(self, policy: PolicyModel, plan: ReferencePlan) -> None:
+        """Raises ValueError if the plan moves the reference, which shares all weights with the policy."""
+        if plan.moves:
+            raise ValueError("The reference of a policy with adapters is its frozen base and cannot move.")
+        self._policy = policy
+
+    @contextmanager
+    def scoring(self) -> Iterator[PolicyModel]:
+        """Yield the policy, without its adapters during the body."""
+        with self._policy.without_adapters():
+            yield self._policy
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,18 +281,24 @@ class LogProbWorker(MegatronWorker, WeightSender):
         def loaded() -> PolicyModel:
             copy = PolicyModel(architecture, model, parallel, self.coords)
             load_hf(copy, model.path)
+            copy.reset_adapters(seed)  # Until the first update they change nothing.
             copy.module.eval().requires_grad_(False)
             return copy
 
-        self._policy = loaded() if recompute or (reference is not None and reference.moves) else None
-        self._reference: ReferencePolicy | None = None
+        adapted = bool(model.lora.rank)
+        self._policy = loaded() if recompute or adapted or (reference is not None and reference.moves) else None
+        self._reference: ReferencePolicy | BaseReference | None = None
         if reference is not None:
-            self._reference = ReferencePolicy(loaded(), reference)
+            # A policy with adapters is loaded in any case.
+            policy = self._policy if adapted else None
+            self._reference = (
+                ReferencePolicy(loaded(), reference) if policy is None else BaseReference(policy, reference)
+            )
         self._export_group = owners_group(self.coords)
         self._exports_policy = False
         self._receiver: Receiver | None = None
         self._update: ShardLoader | None = None
-        entries = () if self._policy is None else self._policy.entries.values()
+        entries = () if self._policy is None else (*self._policy.entries.values(), *self._policy.adapter_entries)
         self._siblings = {name: entry.hf for entry in entries for name in entry.hf}
         self._checksums: dict[str, str] = {}
 
@@ -320,7 +349,7 @@ class LogProbWorker(MegatronWorker, WeightSender):
         self._require("begin an update")
         if self._policy is None:
             raise RuntimeError("The log-prob worker holds no policy and cannot begin an update.")
-        self._update, self._checksums = shard_loader(self._policy), {}
+        self._update, self._checksums = update_loader(self._policy), {}
         self.version = None
 
     def load_bucket(self, handle: BucketHandle) -> None:
@@ -359,7 +388,7 @@ class LogProbWorker(MegatronWorker, WeightSender):
         if received != expected:
             raise ChecksumError(f"Version {version} has digest {received}, but the actor sent {expected}.")
         self.version = version
-        if self._reference is not None and self._policy is not None:
+        if isinstance(self._reference, ReferencePolicy) and self._policy is not None:
             self._reference.follow(self._policy, version)
 
     def begin_save(self, folder: str | Path) -> None:
@@ -389,21 +418,21 @@ class LogProbWorker(MegatronWorker, WeightSender):
 
     def _tensors(self) -> Iterable[Tensor]:
         policy = () if self._policy is None else self._policy.module.parameters()
-        return chain(policy, () if self._reference is None else self._reference.tensors())
+        return chain(policy, self._reference.tensors() if isinstance(self._reference, ReferencePolicy) else ())
 
     def _require_reference(self, purpose: str) -> ReferencePolicy:
         self._require(purpose)
-        if self._reference is None:
-            raise RuntimeError(f"The log-prob worker has no reference and cannot {purpose}.")
-        return self._reference
+        reference = self._reference
+        if reference is None or isinstance(reference, BaseReference):
+            raise RuntimeError(f"The log-prob worker has no reference of its own and cannot {purpose}.")
+        return reference
 
     def _scores(self, batches: Sequence[MicroBatch]) -> list[tuple[Tensor | None, Tensor | None, DevicePicks | None]]:
         """Return log-probs of policy and reference, and picks, per micro-batch on the last stage, else []."""
-        plan, policy = self._picks, self._policy
+        plan, policy, reference = self._picks, self._policy, self._reference
         k, reverse = (None, False) if plan is None else (plan.k, not plan.forward)
-        reference = None if self._reference is None else self._reference.model
         # Both models have the same layout, so each micro-batch is laid out and copied to the device once.
-        model = policy or reference
+        model = reference.model if policy is None and isinstance(reference, ReferencePolicy) else policy
         shares = [] if model is None else context_shares(model, batches)
         of_policy: list[tuple[Tensor, DevicePicks | None]] | None = None
         if self._recompute and policy is not None:
@@ -411,7 +440,8 @@ class LogProbWorker(MegatronWorker, WeightSender):
         if reference is None:
             return [(logprobs, None, None) for logprobs, _ in of_policy or ()]
         chosen = [picks[0] for _, picks in of_policy or () if picks is not None]
-        of_reference = self._forward(reference, shares, k, chosen if reverse else None)
+        with reference.scoring() as model:
+            of_reference = self._forward(model, shares, k, chosen if reverse else None)
         ours = [None] * len(of_reference) if of_policy is None else [logprobs for logprobs, _ in of_policy]
         return [(one, *theirs) for one, theirs in zip(ours, of_reference, strict=True)]
 

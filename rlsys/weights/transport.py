@@ -60,7 +60,7 @@ from rlsys.config.schema import Device, SyncMode
 from rlsys.errors import PeerLost, RunError
 from rlsys.files import named
 from rlsys.weights.sockets import listener
-from rlsys.weights.weight_map import aligned, packed
+from rlsys.weights.weight_map import ADAPTER_PREFIX, aligned, packed
 
 T = TypeVar("T")
 Memory = NDArray[np.uint8] | Tensor
@@ -104,6 +104,11 @@ class TensorRecord:
     def nbytes(self) -> int:
         """Size in bytes."""
         return prod(self.shape) * getattr(torch, self.dtype).itemsize
+
+    @property
+    def of_adapter(self) -> bool:
+        """True for a tensor of an adapter (LoRA), which an engine does not hold: its weights have it merged into them."""
+        return self.name.startswith(ADAPTER_PREFIX)
 
 
 @dataclass(frozen=True, slots=True)

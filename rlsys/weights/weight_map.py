@@ -26,6 +26,8 @@ from rlsys.weights.family_file import Family, Words, family_names, read_family
 if TYPE_CHECKING:
     from torch import Tensor
 
+ADAPTER_PREFIX = "base_model.model."
+"""Start of PEFT's names of an adapter's tensors, under which they travel beside the weights that they are merged into."""
 VOCAB_MULTIPLE = 128
 """Megatron's vocabulary is padded to a multiple of this number, so most TP sizes give the same shape."""
 _HEADS = ("logits", "values")
@@ -34,7 +36,7 @@ _HEADS = ("logits", "values")
 class Cut(Enum):
     """Layout of a rule's Hugging Face tensors in one Megatron tensor, and the cut that TP makes."""
 
-    WHOLE = "whole"  # One tensor, the same on every TP rank.
+    WHOLE = "whole"  # One tensor, or several below each other, the same on every TP rank.
     ROWS = "rows"  # One tensor, cut along dimension 0.
     COLUMNS = "columns"  # One tensor, cut along dimension 1.
     VOCAB = "vocab"  # One tensor, padded with zero rows, cut along dimension 0.
@@ -421,10 +423,13 @@ class Entry:
 class WeightMap:
     """The tensor map of one architecture."""
 
-    def __init__(self, architecture: Architecture, values: bool = False) -> None:
-        """`values`: the model is a critic; a value head replaces the output layer."""
+    def __init__(self, architecture: Architecture, values: bool = False, rules: Sequence[Rule] | None = None) -> None:
+        """`values`: the model is a critic; a value head replaces the output layer.
+
+        `rules` replaces the model's own rules, as those of its adapters do; all of them are per layer.
+        """
         self.architecture = architecture
-        self._rules = rules_of(architecture, values)
+        self._rules = rules_of(architecture, values) if rules is None else tuple(rules)
         self._by_name = {name.format(layer="#", expert="#"): rule for rule in self._rules for name in rule.megatron}
         self._by_hf = {
             hf.format(layer="#", expert="#"): rule for rule in self._rules for hf in rule.hf if rule.exported
@@ -519,7 +524,7 @@ class WeightMap:
             groups = self.architecture.kv_heads
             whole = _joined([part.reshape(groups, -1, *part.shape[1:]) for part in parts], dim=1).flatten(0, 1)
         else:
-            (whole,) = parts
+            whole = _joined(parts)
         if entry.rule.cut is Cut.VOCAB:
             padding = self.architecture.padded_vocab(tp_size) - whole.shape[0]
             whole = _joined([whole, whole.new_zeros(padding, *whole.shape[1:])]) if padding else whole
@@ -532,7 +537,7 @@ class WeightMap:
         """
         cut = entry.rule.cut
         if cut is Cut.WHOLE:
-            parts = [shards[0]]
+            parts = list(shards[0].split([shape[0] for shape in entry.rule.shapes]))
         elif cut is Cut.COLUMNS:
             parts = [_joined(shards, dim=1)]
         elif cut is Cut.GATE_UP:

@@ -104,6 +104,8 @@ def test_published_mini_batch_of_256_episodes_differs_by_less_than_a_group(name:
         ("kl_control=adaptive kl_in=reward kl_horizon=51", "kl_horizon"),
         ("ref_policy_reset_period=5 kl_coef=0", "ref_policy_ema_tau"),
         ("eval_ref_policy=true", "eval_ref_policy"),
+        ("model.lora.rank=4 ref_policy_ema_tau=0.9", "model.lora.rank"),
+        ("model.lora.rank=4 ref_policy_reset_period=5", "model.lora.rank"),
         ("algorithm=ppo critic.warmup_steps=12", "critic.warmup_steps"),
         ("rollout.sampling.top_k=20", "rollout.sampling.top_p"),
         ("rollout.sampling.top_p=0.9", "rollout.sampling.top_p"),
@@ -116,7 +118,7 @@ def test_conflicting_settings_are_each_named_once(tiny_run: TinyRun, settings: s
 
 def whole(name: str) -> str:
     """Return the full key of `name`; a name without a section is in `algorithm`."""
-    return name if name.startswith(("algorithm=", "critic.", "rollout.", "trainer.")) else f"algorithm.{name}"
+    return name if name.startswith(("algorithm=", "critic.", "model.", "rollout.", "trainer.")) else f"algorithm.{name}"
 
 
 @pytest.mark.parametrize(

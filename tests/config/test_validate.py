@@ -37,6 +37,8 @@ SPOILT: dict[str, dict[str, tuple[str, Code]]] = {
     "numbers, batches and sizes": {
         "trainer.schedule={kind: async, max_staleness: -1}": ("trainer.schedule.max_staleness", "out_of_range"),
         "algorithm.curation.oversample=0.5": ("algorithm.curation.oversample", "out_of_range"),
+        "model.lora.dropout=1": ("model.lora.dropout", "out_of_range"),
+        "model.lora.rank=4|model.lora.targets=[q_proj, w_proj]": ("model.lora.targets", "unknown"),
         "trainer.mini_batches=33": ("trainer.mini_batches", "conflict"),
         "actor.micro_batch_tokens=512": ("actor.micro_batch_tokens", "conflict"),
         "inference.micro_batch_tokens=512": ("inference.micro_batch_tokens", "conflict"),
@@ -58,6 +60,7 @@ SPOILT: dict[str, dict[str, tuple[str, Code]]] = {
         "+reward.terms.no_term=1": ("reward.terms.no_term", "unknown"),
     },
     "missing files": {
+        "model.lora.rank=-1": ("model.lora.rank", "out_of_range"),
         "model.path=nowhere": ("model.path", "not_found"),
         "task.train_path=no.jsonl": ("task.train_path", "not_found"),
         "task.eval_path=no.parquet": ("task.eval_path", "not_found"),

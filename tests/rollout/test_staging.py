@@ -39,6 +39,22 @@ def staged() -> StagedVersion:
     return StagedVersion(3, SglangWeights(weight_map(), Layout(tp=1, dtype=torch.float32), sha256_prefix))
 
 
+def test_adapters_are_checked_with_the_version_and_not_given_to_the_engine() -> None:
+    """The engine holds the weights with the adapters merged into them."""
+    adapters = [(f"base_model.model.{ATTENTION}.q_proj.lora_{matrix}.weight", torch.ones(2, 3)) for matrix in "AB"]
+    version, memory = staged(), bucket_memory(10_000, None)
+    buckets = [pack_into(memory.copy(), tensors) for tensors in (SPLIT[0], [*SPLIT[1], adapters[0]], adapters[1:])]
+    for bucket in buckets:
+        version.stage(bucket)
+    version.check(3, digest_of(buckets))
+    with pytest.raises(ChecksumError):
+        version.check(3, digest_of(buckets[:2]))
+    out = [record.name for bucket in version.pop_buckets() for record, _ in unpack(bucket)]
+    assert out == [name for tensors in SPLIT for name, _ in tensors]
+    assert not version.weights.incomplete()
+    assert not any("lora" in name for name in version.weights.hashes[0])
+
+
 @pytest.mark.parametrize("case", ["from host memory", "kept on a device", "moved", "moved later"])
 def test_staged_tensors_are_those_received_though_the_lent_memory_changes(case: str) -> None:
     version = staged()

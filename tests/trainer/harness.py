@@ -11,6 +11,7 @@ from rlsys.config.schema import (
     Device,
     Dtype,
     Layers,
+    LoraConfig,
     ModelConfig,
     OptimizerConfig,
     ParallelConfig,
@@ -27,13 +28,19 @@ from tests.trainer import reference
 OBJECTIVE = Objective(reference.LOSS, reference.TEMPERATURE)
 OPTIMIZER = AdamwConfig(lr=3e-3, weight_decay=0.1)
 TOTAL_STEPS = 3
+WHOLE = LoraConfig()
+"""No adapters: the whole model is trained."""
 
 
 def local_model(
-    path: Path | str, dtype: Dtype = Dtype.float32, recompute: bool = False, family: str | None = None
+    path: Path | str,
+    dtype: Dtype = Dtype.float32,
+    recompute: bool = False,
+    family: str | None = None,
+    lora: LoraConfig = WHOLE,
 ) -> ModelConfig:
     """Config of the model at `path` for a run on a CPU."""
-    return ModelConfig(str(path), Layers.local, dtype, recompute, family=family)
+    return ModelConfig(str(path), Layers.local, dtype, recompute, family=family, lora=lora)
 
 
 def make_actor(
@@ -46,10 +53,11 @@ def make_actor(
     dtype: Dtype = Dtype.float32,
     recompute: bool = False,
     family: str | None = None,
+    lora: LoraConfig = WHOLE,
     scratch: Path | str = ".",
 ) -> Actor:
     """An actor without weights, in the next process group that `group` forms."""
-    config = local_model(model, dtype, recompute, family)
+    config = local_model(model, dtype, recompute, family, lora)
     return Actor(group.meet(), config, parallel or ParallelConfig(), optimizer, objective, TOTAL_STEPS, 1, scratch)
 
 

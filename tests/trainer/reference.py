@@ -180,6 +180,17 @@ def train(
 ) -> tuple[torch.nn.Module, list[float]]:
     """Train on each step's micro-batches as one batch; returns the model, and the gradient norms before clipping."""
     model = load(path)
+    return model, train_model(model, steps, config, rates, aggregation)
+
+
+def train_model(
+    model: torch.nn.Module,
+    steps: Sequence[Sequence[MicroBatch]],
+    config: AdamwConfig | SgdConfig,
+    rates: Sequence[float],
+    aggregation: str = "token-mean",
+) -> list[float]:
+    """Train the parameters of `model` that have gradients; as `train`, but returns the norms alone."""
     optimizer = optimizer_of(model, config)
     norms = []
     for batches, rate in zip(steps, rates, strict=True):
@@ -189,7 +200,7 @@ def train(
         aggregated(aggregation, by_sequence(model, batches)).backward()
         norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), config.clip_grad)))
         optimizer.step()
-    return model, norms
+    return norms
 
 
 def by_sequence(model: torch.nn.Module, batches: Sequence[MicroBatch]) -> list[tuple[Tensor, int]]:

@@ -210,9 +210,12 @@ def _experts_config(architecture: Architecture, parallel: ParallelConfig) -> dic
     }
 
 
-def block_spec(config: TransformerConfig, layers: Layers, own: OwnComponent | None = None) -> Any:
+def block_spec(
+    config: TransformerConfig, layers: Layers, own: OwnComponent | None = None, adapted: bool = False
+) -> Any:
     """Return the spec of GPTModel's decoder; `layers` is the result of `choose_layers`.
 
+    If the model is `adapted`, no norm is fused into the next linear layer, because adapters need the norm's output.
     `own` is the function of a family whose layers differ (`layer_spec` in its file). It gets the spec of a layer and
     Megatron's config, may change both, and returns the spec.
     """
@@ -220,7 +223,7 @@ def block_spec(config: TransformerConfig, layers: Layers, own: OwnComponent | No
         layer = get_gpt_layer_with_transformer_engine_spec(
             num_experts=config.num_moe_experts, moe_grouped_gemm=True, qk_layernorm=config.qk_layernorm
         )
-        return _changed(_routed(layer, config), config, own)
+        return _changed(_routed(_unfused(layer) if adapted else layer, config), config, own)
     layer = get_gpt_layer_local_spec(
         num_experts=config.num_moe_experts, qk_layernorm=config.qk_layernorm, normalization="RMSNorm"
     )
@@ -231,6 +234,17 @@ def block_spec(config: TransformerConfig, layers: Layers, own: OwnComponent | No
     layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = RMSNorm
     layer = _changed(_routed(layer, config), config, own)
     return TransformerBlockSubmodules(layer_specs=[layer] * get_num_layers_to_build(config), layer_norm=RMSNorm)
+
+
+def _unfused(layer: ModuleSpec) -> ModuleSpec:
+    """Give `layer` of Transformer Engine norms and linear layers of their own; change it in place and return it."""
+    from megatron.core.extensions.transformer_engine import TEColumnParallelLinear, TENorm
+
+    parts = layer.submodules
+    parts.input_layernorm, parts.self_attention.submodules.linear_qkv = TENorm, TEColumnParallelLinear
+    if hasattr(parts.mlp.submodules, "linear_fc1"):  # Experts follow a norm of their own.
+        parts.pre_mlp_layernorm, parts.mlp.submodules.linear_fc1 = TENorm, TEColumnParallelLinear
+    return layer
 
 
 def _changed(layer: ModuleSpec, config: TransformerConfig, own: OwnComponent | None) -> ModuleSpec:

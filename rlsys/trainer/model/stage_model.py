@@ -13,9 +13,14 @@ Parameters are identified by canonical names (`rlsys.weights.weight_map`), which
 `StageModel` tells which of a process's parameters each use takes:
 
     trainable      have gradients and optimiser state: `requires_grad`
-    loaded         are filled from a Hugging Face folder or a weight update: all that are in the weight map
+    loaded         are filled from a Hugging Face folder: all that are in the weight map
+    updated        are filled by a weight update: `loaded`
     exported       go to engines, the inference group and Hugging Face folders: `loaded`, without copies of tied tensors
     checkpointed   are saved and followed by a reference policy: all, and persistent buffers
+
+In a model with adapters (`model.lora`), `trainable` and `updated` are the adapters alone, and they alone are saved.
+`exported` are the weights with the adapters merged into them, and the adapters: the engines load the former, the
+inference group the latter.
 
 `rlsys.trainer.export` loads and exports weights.
 """
@@ -23,6 +28,8 @@ Parameters are identified by canonical names (`rlsys.weights.weight_map`), which
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from math import pi
 from pathlib import Path
 from typing import Any, ClassVar, cast
@@ -42,7 +49,9 @@ from rlsys.observe.environment import detect
 from rlsys.trainer.mesh import MeshCoordinates
 from rlsys.trainer.model.layers import block_spec, choose_layers, fuse_accumulation, kernel_settings, transformer_config
 from rlsys.trainer.model.logprobs import VocabShard
+from rlsys.trainer.model.lora import Adapter, TensorParallel, adapt
 from rlsys.weights.checkpoint import sharded
+from rlsys.weights.lora import A, B, adapter_map, weight_of
 from rlsys.weights.weight_map import (
     Architecture,
     Entry,
@@ -135,6 +144,8 @@ class StageModel:
     """Base of the policy and of the critic's value model."""
 
     _MODULE: ClassVar[type[TargetModel]]
+    _ADAPTED: ClassVar[bool] = False
+    """True if `model.lora` applies to models of this kind."""
 
     def __init__(
         self, architecture: Architecture, model: ModelConfig, parallel: ParallelConfig, coords: MeshCoordinates
@@ -148,8 +159,11 @@ class StageModel:
         layers = choose_layers(model.layers, here)
         kernels = kernel_settings(model, layers, here)
         self.config = transformer_config(architecture, model, parallel, kernels)
+        self.lora = model.lora if self._ADAPTED and model.lora.rank else None
+        """Settings of the adapters; None if the whole model is trained."""
         module = self._built(layers)
-        fuse_accumulation(module, model, layers)
+        if self.lora is None:  # Frozen weights have no gradients.
+            fuse_accumulation(module, model, layers)
         # Megatron supports scaled frequencies for a single kind of model only.
         module.rotary_pos_emb.inv_freq.copy_(inverse_frequencies(architecture))
         self.module = module.cuda() if torch.cuda.is_available() else module
@@ -182,6 +196,50 @@ class StageModel:
         self.exported = {name: one for name, one in self.loaded.items() if self.entries[name].rule.exported}
         """Parameters that are sent as Hugging Face tensors."""
         self._require_every_tensor()
+        self.updated = self.loaded
+        """Parameters that a weight update fills."""
+        self._add_adapters(parallel.sequence_parallel, model.recompute)
+
+    def _add_adapters(self, sequence_parallel: bool, recompute: bool) -> None:
+        """Freeze the model and give its target layers adapters, if it has any. Raises UserError for a wrong target."""
+        self.adapters: dict[str, Adapter] = {}
+        """Adapters by the name of the weight that they change."""
+        self.adapter_weights: WeightMap | None = None
+        """Map of the adapters' tensors; None without adapters."""
+        self.adapter_entries: list[Entry] = []
+        if self.lora is None:
+            return
+        self.adapter_weights = weights = adapter_map(self.architecture, self.lora)
+        self.adapter_entries = [entry for entry in weights.entries() if entry.layer in self.layers]
+        tp = TensorParallel(self.coords.tp, self.coords.tp_size, sequence_parallel)
+        linears = {id(one.weight): one for one in self.module.modules() if hasattr(one, "weight")}
+        self.module.requires_grad_(False)
+        for name in dict.fromkeys(weight_of(entry.name) for entry in self.adapter_entries):
+            weight = self.parameters[name]
+            a, b = (weights.entry(name.removesuffix("weight") + ending) for ending in (A, B))
+            adapter = self.adapters[name] = Adapter(weights, a, b, self.lora, weight, tp)
+            self.parameters |= {a.name: adapter.a, b.name: adapter.b}
+            adapt(linears[id(weight)], adapter)
+        self.updated = {entry.name: self.parameters[entry.name] for entry in self.adapter_entries}
+        if recompute and self.coords.pp == 0:
+            # Megatron recomputes a layer in the backward pass only if the layer's input has a gradient.
+            self.module.embedding.register_forward_hook(lambda *call: call[-1].requires_grad_(torch.is_grad_enabled()))
+
+    def reset_adapters(self, seed: int) -> None:
+        """Give the adapters their initial values, with which they change nothing; the same under every layout."""
+        for adapter in self.adapters.values():
+            adapter.reset(seed)
+
+    @contextmanager
+    def without_adapters(self) -> Iterator[None]:
+        """Let the model compute without its adapters, as the reference policy, during the body."""
+        for adapter in self.adapters.values():
+            adapter.on = False
+        try:
+            yield
+        finally:
+            for adapter in self.adapters.values():
+                adapter.on = True
 
     @property
     def trainable(self) -> dict[str, torch.nn.Parameter]:
@@ -202,7 +260,7 @@ class StageModel:
         def build() -> TargetModel:
             return self._MODULE(
                 config=self.config,
-                transformer_layer_spec=block_spec(self.config, layers, own),
+                transformer_layer_spec=block_spec(self.config, layers, own, self.lora is not None),
                 vocab_size=architecture.padded_vocab(coords.tp_size),
                 max_sequence_length=architecture.max_positions,
                 pre_process=coords.pp == 0,
@@ -235,19 +293,31 @@ class StageModel:
         return UserError(f"{self.architecture.family}: {problem}.", code="mismatch", key="model.family")
 
     def sharded_state(self) -> dict[str, Any]:
-        """Return the model's part of a distributed checkpoint."""
+        """Return the model's part of a distributed checkpoint: of a model with adapters, the adapters."""
+        if self.adapters:
+            return {name: part for one in self.adapters.values() for name, part in one.sharded_state().items()}
         state: dict[str, Any] = self.module.sharded_state_dict(metadata=dict(CHECKPOINT_METADATA))
         return state
 
+    @torch.no_grad()
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Load `state`, the result of `sharded_state` filled from a checkpoint."""
+        if not self.adapters:
+            self.module.load_state_dict(state)
+            return
+        for name, parameter in self.updated.items():
+            parameter.copy_(state[name])
+
     def load_checkpoint(self, folder: str | Path) -> None:
         """Load only the weights of a distributed checkpoint."""
-        self.module.load_state_dict(sharded.load(folder, {"model": self.sharded_state()})["model"])
+        self.load_state(sharded.load(folder, {"model": self.sharded_state()})["model"])
 
 
 class PolicyModel(StageModel):
     """Policy or reference policy, with logits as outputs."""
 
     _MODULE = TargetLogitsModel
+    _ADAPTED = True
 
 
 class ValueModel(StageModel):

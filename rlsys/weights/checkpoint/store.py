@@ -18,6 +18,7 @@ import shutil
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
+from typing import Any
 
 from rlsys.errors import UserError
 from rlsys.files import sha256_of
@@ -202,6 +203,8 @@ class CheckpointInfo:
     optimizer: bool = False  # The checkpoint holds optimiser state beside the weights.
     version: int = 0  # Weight version of the policy when the reference policy last changed.
     master: bool = False  # The checkpoint holds the reference policy's float32 weights beside the rounded weights.
+    adapters: Mapping[str, Any] | None = None
+    """Settings of the adapters that the checkpoint holds, and of their base; None if it holds a whole model."""
     layout: Mapping[str, int] | None = None
     """Parallel sizes of the group that saved its random generators; None if none were saved."""
 
