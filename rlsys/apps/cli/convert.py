@@ -38,7 +38,10 @@ Processes = Annotated[int | None, Option(help=_PROCESSES)]
 Config = Annotated[Path | None, Option(help="Hugging Face folder with the config of a Megatron checkpoint.")]
 _FAMILY = "YAML file of a model family of your own, as in model.family."
 OfFamily = Annotated[str | None, Option("--family", help=_FAMILY)]
-_ORIGINAL = "Original Hugging Face folder, for config and tokenizer; its weights are not read."
+_ORIGINAL = (
+    "Original Hugging Face folder, for config and tokenizer; its weights are read only to merge adapters (LoRA)."
+)
+_ADAPTER = "Write the adapters (LoRA) alone, in PEFT's format, instead of merging them."
 _VALUES = "Make a critic, with a zero value head if the model has none."
 _LOGITS = "Compare logits too, if memory allows."
 
@@ -52,11 +55,18 @@ def mg2hf(
     shard_size: ShardSize = "5GB",
     processes: Processes = None,
     family: OfFamily = None,
+    adapter: Annotated[bool, Option("--adapter", help=_ADAPTER)] = False,
 ) -> None:
     """Convert Megatron to Hugging Face. An interrupted conversion continues."""
     with warnings.catch_warnings(action="ignore"):
-        from rlsys.weights.convert.conversion import megatron_to_hf
+        from rlsys.weights.convert.conversion import megatron_to_hf, megatron_to_peft
 
+        if adapter:
+            if hf is None:
+                raise UserError("--adapter needs the frozen model: give --hf.", code="missing", key="--hf")
+            nbytes = megatron_to_peft(src, dst, hf, family)
+            typer.echo(f"{dst}: {nbytes / 1e6:.2f} MB of adapters")
+            return
         with _bar("written") as show:
             shard_bytes = parse_size(shard_size)
             outcome = megatron_to_hf(

@@ -42,7 +42,8 @@ from torch import Tensor
 from rlsys.config.schema import ParallelConfig
 from rlsys.errors import Interrupted, RunError, UserError
 from rlsys.files import LOCK, working_folder
-from rlsys.weights.checkpoint.megatron_reader import MegatronCheckpoint, open_checkpoint
+from rlsys.weights.checkpoint.adapters import MergedCheckpoint
+from rlsys.weights.checkpoint.megatron_reader import MegatronCheckpoint
 from rlsys.weights.checkpoint.store import CheckpointInfo
 from rlsys.weights.checkpoint.torch_dist_writer import TorchDistWriter
 from rlsys.weights.convert.model_folder import (
@@ -58,13 +59,15 @@ from rlsys.weights.convert.model_folder import (
     dtype_named,
     fingerprint,
     is_critic,
-    model_of,
+    open_whole,
 )
 from rlsys.weights.hf_io import INDEX, SINGLE, HfReader, TensorSpec, file_bytes, write_safetensors
+from rlsys.weights.lora import peft_config, peft_name
 from rlsys.weights.transport import dtype_name
 from rlsys.weights.weight_map import Entry, WeightMap, load_family, packed
 
 SHARD_BYTES = 5 * 1000**3  # Default size limit of one safetensors file, as in Hugging Face.
+PEFT_CONFIG, PEFT_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 OnBytes = Callable[[int, int], None]
 """Progress callback (bytes written, bytes in all); the first call reports the bytes kept from an earlier attempt."""
 RERUN_HINT = "run the same command again to continue."
@@ -353,12 +356,11 @@ def megatron_to_hf(
 
     See `run` for `processes`, `show` and errors; `family` is as in `model.family`. Config and tokenizer are copied from `original`, the Hugging Face
     folder that training started from; a checkpoint made by `hf_to_megatron` has its own and needs no `original`. Each
-    tensor keeps its dtype unless `dtype` is given.
+    tensor keeps its dtype unless `dtype` is given. Adapters are merged into the weights of `original`.
     """
     if shard_bytes < 1:
         raise UserError(f"shard_bytes is {shard_bytes}: give 1 or more.", code="out_of_range", key="shard_bytes")
-    opened = open_checkpoint(checkpoint)
-    model = model_of(opened.folder, original)
+    opened, model = open_whole(checkpoint, original, family)
     values = is_critic(opened)
     weights = WeightMap(architecture_in(model, family), values=values)
     opened.check(weights)
@@ -366,6 +368,36 @@ def megatron_to_hf(
     return run(
         MegatronToHf(opened, weights, values, model, dtype_named(dtype), shard_bytes), Path(out), processes, show
     )
+
+
+def megatron_to_peft(checkpoint: str | Path, out: str | Path, original: str | Path, family: str | None = None) -> int:
+    """Write the adapters of a Megatron checkpoint to the new folder `out` in PEFT's format; return its tensors' bytes.
+
+    `original` is the Hugging Face folder of the frozen model; its weights are read to compare them. Raises UserError if the
+    checkpoint holds a whole model.
+    """
+    opened, model = open_whole(checkpoint, original, family)
+    if not isinstance(opened, MergedCheckpoint):
+        raise UserError(
+            f"{opened.folder} holds a whole model and no adapters: leave out --adapter.",
+            code="mismatch",
+            key="--adapter",
+        )
+    pairs = {
+        hf: pair
+        for entry in WeightMap(architecture_in(model, family)).entries()
+        for hf, pair in opened.adapter(entry).items()
+    }
+    named = [(peft_name(hf, kind), one) for hf, pair in pairs.items() for kind, one in zip("AB", pair, strict=True)]
+    specs = [TensorSpec(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in named]
+    out = Path(out)
+    with locked_draft(out) as draft:
+        draft.begin({"to": "peft", "checkpoint": str(opened.folder)})
+        write_safetensors(draft.folder / PEFT_WEIGHTS, specs, named)
+        config = peft_config(opened.lora, str(model))
+        (draft.folder / PEFT_CONFIG).write_text(json.dumps(config, indent=2) + "\n")
+        draft.publish()
+    return sum(spec.nbytes for spec in specs)
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from rlsys.errors import UserError
+from rlsys.weights.checkpoint.adapters import MergedCheckpoint, adapters_in
 from rlsys.weights.checkpoint.megatron_reader import MegatronCheckpoint, open_checkpoint
 from rlsys.weights.hf_io import INDEX, HfReader, TensorSpec, check_repeated
 from rlsys.weights.transport import dtype_name
@@ -115,6 +116,18 @@ def model_of(checkpoint: Path, original: str | Path | None) -> Path:
             key="--hf",
         )
     return inside
+
+
+def open_whole(
+    checkpoint: str | Path, original: str | Path | None, family: str | None = None
+) -> tuple[MegatronCheckpoint, Path]:
+    """Open a Megatron checkpoint of a whole model, or of adapters together with their base `original`.
+
+    Return it with the Hugging Face folder of its config; `family` is as in `model.family`. Raises UserError.
+    """
+    opened = open_checkpoint(checkpoint)
+    model, lora = model_of(opened.folder, original), adapters_in(opened.folder)
+    return opened if lora is None else MergedCheckpoint(opened, lora, model, architecture_in(model, family)), model
 
 
 def is_critic(source: MegatronCheckpoint | HfReader) -> bool:
@@ -231,8 +244,7 @@ def open_model(folder: Path, hf: Path | None, family: str | None = None) -> Stor
     """
     if is_hf(folder):
         return HfModel(folder, family)
-    checkpoint = open_checkpoint(folder)
-    return MegatronModel(checkpoint, model_of(checkpoint.folder, hf), family)
+    return MegatronModel(*open_whole(folder, hf, family), family)
 
 
 class HfModel:
@@ -327,6 +339,8 @@ def _of_megatron(folder: Path, hf: Path | None, family: str | None) -> Info:
     checkpoint = open_checkpoint(folder)
     inside = checkpoint.folder / MODEL
     model = hf or (inside if (inside / CONFIG).is_file() else None)
+    if model is not None:
+        checkpoint, model = open_whole(folder, model, family)
     if model is None:
         # Count tensors as stored: vocabulary padding included, duplicates twice.
         stored = checkpoint.names().values()
