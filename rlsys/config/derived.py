@@ -112,6 +112,11 @@ def scoring_forwards(algorithm: AlgorithmConfig) -> int:
     return (algorithm.old_logprobs is OldLogprobs.recompute) + has_reference(algorithm)
 
 
+def backward_passes(config: RunConfig) -> int:
+    """Return the operations of the actor's backward pass, in forward passes: 1 for inputs, and 1 for weights unless frozen."""
+    return 1 if config.model.lora.rank else 2
+
+
 def scores_with_policy(algorithm: AlgorithmConfig) -> bool:
     """True if the inference group holds the policy: to recompute log-probs, or to move the reference."""
     recomputes = algorithm.old_logprobs is OldLogprobs.recompute

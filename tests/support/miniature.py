@@ -2,7 +2,7 @@
 
 Contract of `miniature`, which is pure:
 - Keys that select a kind come from the big config: kinds of parallelism, uneven stages, groups that share devices,
-  schedule, uneven mini-batches, algorithm and critic, optimiser, packing, checkpoints.
+  schedule, adapters, uneven mini-batches, algorithm and critic, optimiser, packing, checkpoints.
 - Keys that set a size come from the tiny config, a run on CPUs: model (of the same family), task, search server,
   batches, engines.
 - Context, pipeline, tensor, expert and data parallelism of 2 and more become 2, or 1 if the Megatron groups would have
@@ -26,6 +26,8 @@ from rlsys.config.schema import ClusterConfig, Mode, OptimizerConfig, ParallelCo
 Optimizer = TypeVar("Optimizer", bound=OptimizerConfig)
 MOST_PROCESSES = 8
 """Largest number of processes of all Megatron groups together."""
+MOST_RANK = 8
+"""Largest rank of adapters."""
 MOST_EPISODES = 4
 """Largest number of episodes per question."""
 
@@ -69,7 +71,11 @@ def miniature(config: RunConfig, tiny: RunConfig, layers: int) -> RunConfig:
     small = replace(
         tiny,
         name=f"{config.name}_miniature",
-        model=replace(tiny.model, recompute=config.model.recompute),
+        model=replace(
+            tiny.model,
+            recompute=config.model.recompute,
+            lora=replace(config.model.lora, rank=min(config.model.lora.rank, MOST_RANK)),
+        ),
         cluster=_cluster(config.cluster, tiny.cluster, ranks, sizes),
         actor=replace(
             tiny.actor,

@@ -82,6 +82,8 @@ class Case:
     dtype: schema.Dtype = schema.Dtype.float32
     kl: str = "sampled"
     optimizer: str = "adamw"
+    rank: int = 0
+    """Rank of adapters (LoRA)."""
 
     def config(self, path: Path) -> schema.RunConfig:
         """Config of a run whose measured group has the first ranks to itself."""
@@ -93,7 +95,9 @@ class Case:
         placement = {"actor": "100", "inference": "101", "rollout": "102"}
         placement[self.group] = f"0-{layout.processes - 1}"
         return schema.RunConfig(
-            model=schema.ModelConfig(path=str(path), dtype=self.dtype, recompute=layout.recompute),
+            model=schema.ModelConfig(
+                path=str(path), dtype=self.dtype, recompute=layout.recompute, lora=schema.LoraConfig(self.rank)
+            ),
             cluster=schema.ClusterConfig(device=schema.Device.cpu, placement=placement),
             actor=schema.ActorConfig(parallel=layout.parallel, optimizer=optimizer, packing=packing),
             critic=schema.CriticConfig(parallel=layout.parallel, optimizer=optimizer, packing=packing),
@@ -107,6 +111,7 @@ class Case:
 QUICK = [
     Case(Layout(tp=2, sequence_parallel=True, recompute=True)),
     Case(dtype=schema.Dtype.bfloat16, optimizer="sgd, momentum"),
+    Case(dtype=schema.Dtype.bfloat16, rank=16),
 ]
 LAYOUTS = [
     Layout(),
@@ -134,6 +139,9 @@ GRID = [
     Case(Layout(recompute=True), kl="top 128"),
     Case(Layout(dp=2, tied=False), group="critic", shape="llama", optimizer="sgd, decay"),
     Case(group="inference", kl="top 128"),
+    Case(Layout(recompute=True), rank=16),
+    Case(Layout(tp=2, sequence_parallel=True), rank=16),
+    Case(group="inference", rank=16),
     Case(group="inference", kl="sampled, average", dtype=schema.Dtype.bfloat16),
 ]
 

@@ -26,7 +26,7 @@ from rlsys.cluster.planning.memory import (
     kv_token_bytes,
 )
 from rlsys.cluster.planning.placement import CRITIC, Ranks
-from rlsys.config.derived import megatron_groups, scoring_forwards
+from rlsys.config.derived import backward_passes, megatron_groups, scoring_forwards
 from rlsys.config.schema import Mode, ParallelConfig, RunConfig, SyncMode
 from rlsys.trainer.batches import Plan, SampleSize
 from rlsys.weights.flops import Flops
@@ -211,16 +211,21 @@ class HardwareCosts:
         config, reached = self._config, self._reached
         again = int(config.model.recompute)
         calls = {
-            "actor": self._call("actor", 3 + again + holds_reference(config, "actor"), reached.train_compute, True)
+            "actor": self._call(
+                "actor",
+                1 + backward_passes(config) + again + holds_reference(config, "actor"),
+                reached.train_compute,
+                backward_passes(config),
+            )
         }
         if forwards := scoring_forwards(config.algorithm):
             calls["inference"] = self._call("inference", forwards, reached.score_compute)
         if CRITIC in megatron_groups(config):
-            calls[CRITIC] = self._call(CRITIC, 3 + again, reached.train_compute, True)
+            calls[CRITIC] = self._call(CRITIC, 3 + again, reached.train_compute, 2)
             calls["values"] = self._call(CRITIC, 1, reached.score_compute)
         return calls
 
-    def _call(self, group: str, passes: int, compute: float, trains: bool = False) -> CallCosts:
+    def _call(self, group: str, passes: int, compute: float, backward: int = 0) -> CallCosts:
         parallel, ranks = megatron_groups(self._config)[group].parallel, self.ranks[group]
         devices = parallel.tp * parallel.cp
         flops = self._step.flops
@@ -229,13 +234,13 @@ class HardwareCosts:
             passes=passes,
             rate=devices * self._speed.flops * compute * self._experts,
             half_tokens=self._reached.half_tokens * devices,
-            # A backward pass is two forward passes' worth of operations, but exchanges activations once. Each of the
-            # context-parallel ranks has a share of the tokens.
-            token_s=(passes - trains) * self._step.exchanged_s(parallel, ranks) / parallel.cp
+            # A backward pass is `backward` forward passes' worth of operations, but exchanges activations once. Each of
+            # the context-parallel ranks has a share of the tokens.
+            token_s=(passes - max(backward - 1, 0)) * self._step.exchanged_s(parallel, ranks) / parallel.cp
             + passes * self._handled_s(parallel),
             stages=parallel.pp,
             call_s=self._reached.call_s,
-            apply_s=self._apply_s(parallel, ranks) if trains else 0.0,
+            apply_s=self._apply_s(parallel, ranks) if backward else 0.0,
         )
 
     @property

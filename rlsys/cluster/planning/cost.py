@@ -43,7 +43,7 @@ from rlsys.cluster.planning.memory import (
     kv_token_bytes,
 )
 from rlsys.cluster.planning.placement import Ranks, parse_placement
-from rlsys.config.derived import has_critic, megatron_groups, scoring_forwards
+from rlsys.config.derived import backward_passes, has_critic, megatron_groups, scoring_forwards
 from rlsys.config.schema import Mode, ParallelConfig, RunConfig
 from rlsys.observe.spans import PEAK_TFLOPS
 from rlsys.weights.flops import flops_of
@@ -166,15 +166,16 @@ class StepCost:
     def training_passes(self) -> dict[str, int]:
         """Return the operations of training by group, in forward passes over the step's episodes."""
         algorithm, again = self.config.algorithm, int(self.config.model.recompute)
-        passes = {"actor": 3 + again + holds_reference(self.config, "actor")}
+        passes = {"actor": 1 + backward_passes(self.config) + again + holds_reference(self.config, "actor")}
         return passes | ({"critic": 4 + again} if has_critic(algorithm) else {})
 
     def training_s(self) -> float:
         """Return the seconds of training; actor and critic compute one after the other on devices that they share."""
         updates, targets = self.config.trainer.mini_batches, {"actor": self.episode.generated, "critic": 0}
-        # A backward pass is two forward passes' worth of operations, but exchanges activations once.
+        # A backward pass exchanges activations once.
+        backward = {"actor": backward_passes(self.config), "critic": 2}
         each = [
-            self.passes_s(group, passes, passes - 1, targets[group], updates)
+            self.passes_s(group, passes, passes - backward[group] + 1, targets[group], updates)
             for group, passes in self.training_passes().items()
         ]
         together = {*self.ranks["actor"]} & {*self.ranks.get("critic", ())}

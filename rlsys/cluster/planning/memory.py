@@ -54,6 +54,7 @@ from rlsys.config.schema import (
     SyncMode,
 )
 from rlsys.rollout.kinds import engine_fact
+from rlsys.weights.lora import adapter_rules
 from rlsys.weights.weight_map import Architecture, Cut, Rule, rules_of, stage_layers
 
 MIB, GIB = 1024**2, 1024**3
@@ -186,10 +187,28 @@ class StageRank:
             else:
                 self.shared += size * count
             self.largest = max(self.largest, size if count else 0.0)
-        self.parameters = self.shard = self.shared + self.experts
+        self.parameters = self.shared + self.experts
+        # What the optimiser trains: the adapters alone in a policy that has them.
+        trained, of_experts, self.largest_trained = self.shared, self.experts, self.largest
+        self.adapters = [(rule, self._cut(rule)) for rule in self._adapter_rules()]
+        if self.adapters:
+            trained, of_experts = self.layers * sum(size for _, size in self.adapters), 0.0
+            self.largest_trained = max(size for _, size in self.adapters)
+            self.parameters += trained
+        self.trained, self.largest_buffer = trained + of_experts, max(trained, of_experts)
+        self.shard = self.trained
         if isinstance(self.optimizer, AdamwConfig) and self.optimizer.distributed:
             # Parameters whose optimiser state this rank keeps: an equal share among ranks with the same parameters.
-            self.shard = (self.shared * self.parallel.tp + self.experts * self.parallel.ep) / self.stage_size
+            self.shard = (trained * self.parallel.tp + of_experts * self.parallel.ep) / self.stage_size
+
+    def _adapter_rules(self) -> tuple[Rule, ...]:
+        """Return the rules of a layer's adapters: pairs of A and B."""
+        lora = self.config.model.lora
+        return adapter_rules(self.model, lora) if lora.rank and not self.is_critic else ()
+
+    def weight_gradient(self, size: float) -> float:
+        """Return the `size` of the gradient of a weight of the model; 0 if the weights are frozen."""
+        return 0.0 if self.adapters else size
 
     def _rules(self) -> Iterator[tuple[Rule, int]]:
         """Yield each tensor rule with its number of tensors in this stage; all experts of a layer count as one."""
@@ -216,11 +235,12 @@ def stage_memory(rank: StageRank) -> GroupMemory:
     # Always present. Float32 weights need no master copy.
     master = 0 if rank.config.model.dtype is Dtype.float32 else 4
     # An inference group that only scores with a frozen reference does not hold the policy.
-    policy = rank.group != "inference" or scores_with_policy(rank.config.algorithm)
+    policy = rank.group != "inference" or bool(rank.adapters) or scores_with_policy(rank.config.algorithm)
     always = {"parameters": rank.parameters * rank.item if policy else 0.0, "runtime": _runtime(rank)}
     if rank.optimizer is not None:
-        always |= {"gradients": rank.parameters * 4, "optimizer": rank.shard * (state_bytes(rank.optimizer) + master)}
-    if holds_reference(rank.config, rank.group):
+        always |= {"gradients": rank.trained * 4, "optimizer": rank.shard * (state_bytes(rank.optimizer) + master)}
+    # With adapters, the reference is the policy without them.
+    if holds_reference(rank.config, rank.group) and not rank.adapters:
         average = master if rank.config.algorithm.ref_policy_ema_tau < 1 else 0
         always["reference"] = rank.parameters * (rank.item + average)
     passing, peak = _scoring(rank) if rank.optimizer is None else _training(rank)
@@ -263,7 +283,7 @@ def _training(rank: StageRank) -> tuple[dict[str, float], float]:
     activations = waiting + (last_norm.keeps - rank.stream if rank.last else 0.0)
     # A tied matrix gets gradients from head and embedding; the head's gradient is kept until the embedding's gradient
     # is computed.
-    matrix = rank.columns * rank.model.hidden * rank.item
+    matrix = rank.weight_gradient(rank.columns * rank.model.hidden * rank.item)
     tied = matrix if rank.tied_here else 0
     arriving = 0 if rank.last else rank.stream
     layer = backward_peak - of_layer
@@ -310,7 +330,7 @@ def _read_out_and_back(rank: StageRank) -> float:
     # A KL between distributions has a gradient of its own.
     extra = logits if rank.group == "actor" and full_kl(rank.config.algorithm) else 0
     at_loss = 2 * logits + extra + rank.chunks
-    weight = rank.columns * rank.model.hidden * rank.item
+    weight = rank.weight_gradient(rank.columns * rank.model.hidden * rank.item)
     return hidden * rank.item + max(at_loss, logits + weight + hidden * rank.item)
 
 
@@ -333,7 +353,7 @@ def _optimizer_step(rank: StageRank) -> float:
     if rank.config.cluster.device is Device.cpu:
         # gloo copies a buffer of gradients; then the optimiser updates one parameter at a time.
         sharded = isinstance(rank.optimizer, AdamwConfig) and rank.optimizer.distributed
-        return 4 * max(rank.shared, rank.experts) if sharded else 4 * 2 * rank.largest
+        return 4 * rank.largest_buffer if sharded else 4 * 2 * rank.largest_trained
     # torch's optimisers update all parameters at once; Transformer Engine's AdamW needs no temporary tensors.
     return 0.0 if rank.engine and isinstance(rank.optimizer, AdamwConfig) else 4 * rank.shard
 
@@ -367,6 +387,10 @@ def _weight_sync(rank: StageRank) -> float:
     buckets = bucket * (2 if cluster.sync_mode in (SyncMode.ipc, SyncMode.broadcast) else 1)
     # The largest parameter is gathered from its shards, then concatenated. The experts of a rank come together.
     gathers = 2 * rank.largest * rank.parallel.tp * rank.item if rank.parallel.tp > 1 else 0
+    # An adapter is merged in float32: the weight, the product, and their sum.
+    pairs = zip(rank.adapters[::2], rank.adapters[1::2], strict=True)
+    merged = (sum(rows for rows, _ in b.shapes) * a.shapes[0][1] / rank.parallel.tp for (a, _), (b, _) in pairs)
+    gathers += 3 * 4 * max(merged, default=0)
     return buckets + max(gathers, bucket if rank.parallel.ep > 1 else 0)
 
 
@@ -413,7 +437,22 @@ def kv_cache_tokens(config: RunConfig, model: Architecture) -> float:
 
 def _layer_steps(rank: StageRank) -> list[LayerStep]:
     """Return the steps of one layer: norm, attention, norm, and MLP or experts."""
-    return [_norm(rank), *_attention(rank), _norm(rank), *(_experts if rank.model.experts else _mlp)(rank)]
+    mlp = (_experts if rank.model.experts else _mlp)(rank)
+    return [*_adapters(rank), _norm(rank), *_attention(rank), _norm(rank), *mlp]
+
+
+def _adapters(rank: StageRank) -> Iterator[LayerStep]:
+    """Yield a step for each adapter of a layer; `rlsys.trainer.model.lora` computes them.
+
+    An adapter keeps its scaled product A x, and B spread over the columns of its parts; others keep its input. The steps
+    come before the layer's, so that what they keep counts in all of these.
+    """
+    for (a, _), (b, _) in zip(rank.adapters[::2], rank.adapters[1::2], strict=True):
+        seen = sum(shape[0] for shape in a.shapes)
+        rows = sum(shape[0] for shape in b.shapes) // (1 if b.cut is Cut.WHOLE else rank.parallel.tp)
+        spread, out = rows * seen * rank.item, rank.tokens * rows * rank.item
+        # Forward: the layer's output, the adapter's, and their sum.
+        yield LayerStep(rank.tokens * seen * rank.item + spread, spread + out, 3 * out)
 
 
 def _norm(rank: StageRank) -> LayerStep:
@@ -430,7 +469,8 @@ def _norm(rank: StageRank) -> LayerStep:
         return LayerStep(2 * stream + 4 * rank.normed, 3 * stream, stream)
     # Float32 input and its product with 1/rms, and the output. Backward: four gradient terms and the residual's gradient.
     float32 = 4 * rank.normed * rank.model.hidden
-    return LayerStep(2 * float32 + stream, 4 * float32 + stream, 2 * float32)
+    product = rank.weight_gradient(float32)  # Kept for the gradient of the norm's weight alone.
+    return LayerStep(float32 + product + stream, 4 * float32 + stream, 2 * float32)
 
 
 def _column(rank: StageRank, width: int) -> float:
@@ -441,7 +481,7 @@ def _column(rank: StageRank, width: int) -> float:
     Engine into a new tensor (`_LayerNormLinear.backward`).
     """
     hidden = rank.model.hidden
-    gradients = (rank.tokens * (width + hidden) + width * hidden) * rank.item
+    gradients = (rank.tokens * (width + hidden) + rank.weight_gradient(width * hidden)) * rank.item
     return gradients + (rank.gathered if rank.engine else 0) + rank.stream * (2 if rank.gathers else 1)
 
 
@@ -451,7 +491,8 @@ def _row(rank: StageRank, width: int) -> float:
     Counts the same tensors as `_column`. The gradient of the layer's output is the gradient of the stream, which
     sequence parallelism first gathers.
     """
-    return (rank.tokens * width + width * rank.model.hidden) * rank.item + rank.gathered + rank.stream
+    weight = rank.weight_gradient(width * rank.model.hidden)
+    return (rank.tokens * width + weight) * rank.item + rank.gathered + rank.stream
 
 
 def _attention(rank: StageRank) -> list[LayerStep]:

@@ -86,9 +86,14 @@ class Worked:
     def inference(self) -> float:
         return self.passes("inference", 2, 2, SAID, 0)
 
+    @property
+    def actor_passes(self) -> int:
+        """Forward passes' worth of operations; the weights beside adapters have no gradients."""
+        return 2 if self.config.model.lora.rank else 3
+
     def training(self, again: int) -> float:
         updates = self.config.trainer.mini_batches
-        seconds = self.passes("actor", 3 + again, 2 + again, SAID, updates)
+        seconds = self.passes("actor", self.actor_passes + again, 2 + again, SAID, updates)
         if self.config.algorithm.advantage.kind == "gae":
             seconds += self.passes("critic", 4 + again, 3 + again, 0, updates)
         return seconds
@@ -138,7 +143,7 @@ def test_row_of_the_table_is_the_arithmetic_of_the_page(name: str) -> None:
     assert_figures(inference, *[(worked.forward(SAID) / 1e15, 0.05)] * 2, (stages[0], 0.5))
     critic = config.algorithm.advantage.kind == "gae"
     for again, cell in enumerate(training):
-        counted = [(passes + again, 0.0) for passes in ((3, 4) if critic else (3,))]
+        counted = [(passes + again, 0.0) for passes in ((worked.actor_passes, 4) if critic else (worked.actor_passes,))]
         assert_figures(cell, *counted, (worked.training(again), 0.5))
     assert_figures(rollout, (worked.engines, 0.0), (rate, 0.05), (stages[2], 0.5))
     assert_figures(step, (sum(stages) if colocated else max(stages), 0.5))
