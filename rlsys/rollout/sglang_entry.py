@@ -1,5 +1,7 @@
 """Main functions of SGLang's processes: on SIGUSR1, each writes the stacks of its threads to stderr.
 
+Ctrl-C in a terminal goes to every process. These ignore it, because the process that started them ends them.
+
 SGLang kills its processes, so the scheduler first ties the shared memory that it will make to TMPDIR: the engine's load, and
 a semaphore of loky. The engine's process or whoever removes TMPDIR removes that memory.
 
@@ -23,7 +25,7 @@ from rlsys.files import tie_shared_memory
 
 def scheduler(*args: Any, **kwargs: Any) -> None:
     """Run SGLang's scheduler."""
-    faulthandler.register(signal.SIGUSR1, file=2)
+    _set_signals()
     from sglang.srt.managers.load_snapshot import shm_path_for
 
     ports = args[1]
@@ -38,7 +40,12 @@ def scheduler(*args: Any, **kwargs: Any) -> None:
 
 def detokenizer(*args: object, **kwargs: object) -> None:
     """Run SGLang's detokenizer."""
-    faulthandler.register(signal.SIGUSR1, file=2)
+    _set_signals()
     from sglang.srt.managers.detokenizer_manager import run_detokenizer_process
 
     run_detokenizer_process(*args, **kwargs)
+
+
+def _set_signals() -> None:
+    faulthandler.register(signal.SIGUSR1, file=2)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)

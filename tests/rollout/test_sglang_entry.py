@@ -1,4 +1,4 @@
-"""Tests of `rlsys.rollout.sglang_entry`: what a scheduler that is killed leaves behind."""
+"""Tests of `rlsys.rollout.sglang_entry`: Ctrl-C, and what a scheduler that is killed leaves behind."""
 
 from __future__ import annotations
 
@@ -19,12 +19,14 @@ ports = types.SimpleNamespace(instance_id=uuid.uuid4().hex)
 load = SHARED_MEMORY / f"sglang_loads_{ports.instance_id}.shm"
 
 def killed(*_):
+    os.kill(os.getpid(), signal.SIGINT)
     load.touch()
     (SHARED_MEMORY / f"sem.loky-{os.getpid()}-abc").touch()
     os.kill(os.getpid(), signal.SIGKILL)
 
 sys.modules[names[3]].shm_path_for = lambda instance: str(load) if instance == ports.instance_id else ""
 sys.modules[names[4]].run_scheduler_process = killed
+signal.signal(signal.SIGINT, signal.default_int_handler)  # A shell's background job ignores it.
 child = multiprocessing.get_context("fork").Process(target=sglang_entry.scheduler, args=(None, ports))
 child.start()
 child.join()
@@ -36,7 +38,7 @@ assert not any(path.exists() for path in memory)
 """
 
 
-def test_shared_memory_of_a_scheduler_that_is_killed_at_its_start_can_be_removed(tmp_path: Path) -> None:
+def test_scheduler_outlives_ctrl_c_and_its_shared_memory_can_be_removed_if_it_is_killed(tmp_path: Path) -> None:
     environment = os.environ | {"TMPDIR": str(tmp_path)}
     done = subprocess.run([sys.executable, "-c", KILLED], env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
