@@ -31,12 +31,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Sort the longest tests first, or shuffle all with `--order-seed`."""
+    """Sort the longest tests first, or shuffle the files, and the tests of each, with `--order-seed`."""
     seed = config.getoption("--order-seed")
     if seed is None:
         items.sort(key=lambda item: [not item.nodeid.startswith(path) for path in LONGEST_FIRST])
     else:
-        random.Random(seed).shuffle(items)
+        draw = random.Random(seed)
+        place = {file: draw.random() for file in sorted({item.path for item in items})}
+        items.sort(key=lambda item: (place[item.path], draw.random()))
 
 
 class ByFile(LoadScopeScheduling):

@@ -9,13 +9,13 @@ import sys
 import time
 from pathlib import Path
 
-import psutil
 import pytest
 
 from rlsys.apps.cli import training
 from rlsys.config.compose import load_config
 from rlsys.observe.faults import KILLED_BY
 from tests.support.paths import PROJECT
+from tests.support.processes import is_gone
 
 LIMIT_S = 300
 SUPERVISOR = """
@@ -71,10 +71,6 @@ def lives(folder: Path) -> list[tuple[int, int, str]]:
     return found
 
 
-def gone(pid: int) -> bool:
-    return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
-
-
 @pytest.mark.parametrize(
     ("settings", "killed_by", "outlives"),
     [
@@ -102,15 +98,15 @@ def test_killed_command_is_run_again_within_limits_and_leaves_no_process(
     assert process.wait(LIMIT_S) == status
     found = lives(tmp_path / "lives")
     assert [reason for *_, reason in found] == ["", "SIGKILL", "SIGKILL"][: min(deaths, 2) + 1]
-    assert all(gone(pid) and gone(orphan) for pid, orphan, _ in found)
+    assert all(is_gone(pid) and is_gone(orphan) for pid, orphan, _ in found)
 
 
 def test_command_that_ends_with_an_error_is_not_run_again_and_leaves_no_process(tmp_path: Path) -> None:
     code = 'with ends_by_itself():\n    part.rename(folder / f"life {life}")\n    sys.exit(2)\n'
     assert start(RUN + code, tmp_path / "lives").wait(LIMIT_S) == 2
     ((pid, orphan, _),) = lives(tmp_path / "lives")
-    assert gone(pid)
-    assert gone(orphan)
+    assert is_gone(pid)
+    assert is_gone(orphan)
 
 
 def test_command_that_a_library_ends_is_run_again(tmp_path: Path) -> None:
@@ -119,7 +115,7 @@ def test_command_that_a_library_ends_is_run_again(tmp_path: Path) -> None:
     assert process.wait(LIMIT_S) == 1
     found = lives(tmp_path / "lives")
     assert len(found) == 3
-    assert all(gone(pid) and gone(orphan) for pid, orphan, _ in found)
+    assert all(is_gone(pid) and is_gone(orphan) for pid, orphan, _ in found)
 
 
 @pytest.mark.parametrize("sign", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
@@ -133,7 +129,7 @@ def test_signal_to_the_supervisor_ends_the_command(sign: signal.Signals, tmp_pat
     ((pid, orphan, _),) = lives(tmp_path / "lives")
     os.kill(process.pid, sign)
     assert process.wait(LIMIT_S) == (-sign if sign is signal.SIGKILL else 130)
-    while not (gone(pid) and gone(orphan)):
+    while not (is_gone(pid) and is_gone(orphan)):
         assert time.monotonic() < deadline
         time.sleep(0.01)
     assert len(lives(tmp_path / "lives")) == 1

@@ -9,7 +9,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import psutil
 import pytest
 import torch
 from typer.testing import CliRunner
@@ -21,6 +20,7 @@ from bench.gpu.part import Part, read, run
 from rlsys.apps.cli.main import app
 from rlsys.config.schema import Device
 from tests.support.paths import PROJECT
+from tests.support.processes import is_gone
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="it is about machines without a GPU")
 
@@ -62,7 +62,7 @@ def test_a_part_that_fails_or_hangs_ends_no_other_and_loses_no_figure(
     earlier = list(_SCRIPTS)[:-1]
     assert found["parts"]["looks"]["figures"][0]["value"].split() == earlier, "written after each part"
     left = int((tmp_path / "outputs/bench/gpu-small/hangs.log").read_text())
-    assert not psutil.pid_exists(left) or psutil.Process(left).status() == psutil.STATUS_ZOMBIE
+    assert is_gone(left)
     assert found["versions"]["torch"] == torch.__version__
     assert "needs a horse" in capsys.readouterr().out
 

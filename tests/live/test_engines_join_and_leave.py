@@ -9,8 +9,9 @@ import psutil
 import pytest
 
 from tests.live.test_resume_live import assert_each_prompt_ended_once, kill_with_all_children, rows, wait_until
-from tests.orchestrator.groups.test_real_restarts import is_gone, worker_of
+from tests.orchestrator.groups.test_real_restarts import worker_of
 from tests.support.paths import PROJECT
+from tests.support.processes import is_gone
 from tests.support.runs import LIMIT_S, RLSYS, rlsys, small
 
 STEPS = 30

@@ -10,8 +10,9 @@ import psutil
 import pytest
 
 from tests.live.test_resume_live import assert_each_prompt_ended_once, kill_with_all_children, rows, wait_until
-from tests.orchestrator.groups.test_real_restarts import is_gone, worker_of
+from tests.orchestrator.groups.test_real_restarts import worker_of
 from tests.support.paths import PROJECT
+from tests.support.processes import is_gone, words_of
 from tests.support.runs import LIMIT_S, RLSYS, small
 
 STEPS = 12
@@ -26,7 +27,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.engine]
 
 
 def scheduler_of(worker: psutil.Process) -> psutil.Process:
-    (found,) = [one for one in worker.children(recursive=True) if "scheduler" in " ".join([one.name(), *one.cmdline()])]
+    (found,) = [one for one in worker.children(recursive=True) if "scheduler" in " ".join(words_of(one))]
     return found
 
 

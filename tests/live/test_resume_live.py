@@ -5,7 +5,6 @@ import subprocess
 import time
 from collections import Counter
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ import psutil
 import pytest
 
 from tests.support.paths import PROJECT
+from tests.support.processes import words_of
 from tests.support.runs import LIMIT_S, RLSYS, small
 
 STEPS, GROUPS = 5, 16
@@ -116,9 +116,8 @@ def test_run_outlives_the_deaths_of_a_megatron_process_and_of_its_search_server(
 def victim(process: subprocess.Popen[bytes], name: str) -> psutil.Process:
     """Return a child of `process` with `name` in its command line."""
     for child in psutil.Process(process.pid).children(recursive=True):
-        with suppress(psutil.NoSuchProcess):  # It has ended, and its parent may not have noticed.
-            if name in " ".join(child.cmdline()):
-                return child
+        if name in " ".join(words_of(child)):
+            return child
     raise AssertionError(f"no process has {name} in its command line")
 
 

@@ -1,7 +1,6 @@
 """Fixtures of the search tests: a small corpus, its encoder and index, and brute-force scores to compare with."""
 
 import json
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ from rlsys.search.encoders.encoder import Encoder
 from rlsys.search.encoders.spec import EncoderSpec
 from rlsys.search.index.dense import VectorRetriever, build
 from tests.search.tiny_encoders import bert, save
+from tests.support.processes import descendants_with
 
 
 @pytest.fixture(scope="session")
@@ -81,12 +81,7 @@ def brute_force(
 
 def children_of(module: str) -> set[psutil.Process]:
     """Return the running children of this process that were started as `python -m module`."""
-    found = set()
-    for child in psutil.Process().children():
-        with suppress(psutil.Error):
-            if module in child.cmdline():
-                found.add(child)
-    return found
+    return set(descendants_with(module))
 
 
 def encoder_workers() -> set[psutil.Process]:

@@ -20,6 +20,7 @@ from rlsys.errors import RunError
 from rlsys.search.address import TOKEN_VARIABLE
 from rlsys.search.server.command import read_token
 from tests.support.ports import free_port
+from tests.support.processes import is_gone
 from tests.support.refusals import refused
 
 from .gated_server import MODULE, GatedServer
@@ -62,7 +63,7 @@ def test_the_server_ends_when_its_parent_is_killed(tmp_path: Path) -> None:
     finally:
         parent.kill()
         parent.wait()
-    wait_until(lambda: not child.is_running() or child.status() == psutil.STATUS_ZOMBIE)
+    wait_until(lambda: is_gone(child))
 
 
 # ---- the end of a process

@@ -23,6 +23,7 @@ from rlsys.orchestrator.membership import Members
 from rlsys.orchestrator.supervisor import Supervisor
 from rlsys.orchestrator.weight_sync import WeightSync
 from rlsys.orchestrator.worker_groups import InferenceGroup, build_groups, restart_engine, started_groups
+from tests.support.processes import descendants_with, is_gone
 from tests.support.runs import LIMIT_S, PATIENT
 
 GROUPS = 8
@@ -48,14 +49,6 @@ def worker_of(run: psutil.Process, engine: int) -> psutil.Process:
         except (OSError, psutil.Error):
             continue
     raise AssertionError(f"engine {engine} has no process")
-
-
-def is_gone(process: psutil.Process) -> bool:
-    """Return True if a process has ended; its parent may not have reaped it yet."""
-    try:
-        return process.status() == psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return True
 
 
 async def until_all_serve(pool: EnginePool, count: int) -> None:
@@ -95,7 +88,7 @@ async def test_killed_and_stopped_engines_come_back(mode: str, copies: bool, tmp
         )
         await sync.send(3)
         killed, living = worker_of(psutil.Process(), 0), worker_of(psutil.Process(), 1)
-        (stopped,) = [one for one in living.children() if "transformers_process" in " ".join(one.cmdline())]
+        (stopped,) = descendants_with("-m", "rlsys.rollout.transformers_process", root=living)
         asked = [
             asyncio.ensure_future(pool.run_group(Question(uid=f"q:{n}", prompt="Who?", answers=("a",)), n))
             for n in range(GROUPS)

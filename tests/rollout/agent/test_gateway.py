@@ -8,7 +8,6 @@ from contextlib import closing
 from dataclasses import replace
 from typing import Any
 
-import psutil
 import pytest
 
 from rlsys.config.schema import BranchCredit, GatewayAgent
@@ -21,6 +20,7 @@ from rlsys.rollout.agent.gateway import Gateway
 from tests.rollout.agent import gateway_agents
 from tests.rollout.agent.gateway_play import ASKED, CODEC, DRAWN, END, Client, Engine, play, tools_of, trained
 from tests.support.composed import composed
+from tests.support.processes import descendants_with
 from tests.support.refusals import refused
 
 AGENTS = gateway_agents.__name__
@@ -94,7 +94,7 @@ def test_agent_that_never_ends_is_given_up_with_its_turns_so_far(name: str) -> N
 def test_command_that_hangs_is_killed() -> None:
     played = play(Engine(["Paris"]), command("hangs", timeout_s=3.0))
     assert (played.finish, len(played.turns), bool(played.loss_mask.any())) == (Finish.ABORTED, 0, False)
-    assert not [one for one in psutil.Process().children(recursive=True) if AGENTS in one.cmdline()]
+    assert not descendants_with(AGENTS)
 
 
 def test_turn_limit_ends_an_agent_that_asks_on_and_on() -> None:

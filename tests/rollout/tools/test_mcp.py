@@ -42,6 +42,7 @@ from rlsys.rollout.tools.mcp import McpTools
 from tests.rollout.agent.scripted import DRAWN, QUESTION, Script
 from tests.rollout.agent.test_react import ASKED, CODEC, called, script_of
 from tests.support.paths import PROJECT
+from tests.support.processes import descendants_with, is_gone
 from tests.support.refusals import refused
 
 HERE = Path(__file__).parent
@@ -214,7 +215,7 @@ def test_program_that_ends_is_named_and_started_again_with_the_variables_that_ar
             pids.append(int(call(tools, "pid", "{}").text))
             assert call(tools, "leave", '{"status": 3}').error == "its server has ended: status 3: a last word"
     assert pids[0] != pids[1]
-    assert not any(map(alive, pids))
+    assert all(map(is_gone, pids))
     monkeypatch.delenv("A_KEY")
     assert [problem.code for problem in check_tools(config)] == ["missing"]
 
@@ -291,12 +292,7 @@ def test_server_that_does_not_start_is_refused_and_leaves_no_process(command: li
     with refused(code, "task.tools") as caught:
         open_tools(config)
     assert why in str(caught.value)
-    assert not children_with(command)
-
-
-def children_with(command: list[str]) -> list[psutil.Process]:
-    every = psutil.Process().children(recursive=True)
-    return [each for each in every if command == each.cmdline()[-len(command) :]]
+    assert not descendants_with(*command)
 
 
 @pytest.mark.parametrize(
@@ -330,14 +326,7 @@ def test_stubborn_program_and_its_child_are_ended() -> None:
         pids = list(map(int, tools.custom["act"].description.split()))
         assert all(map(psutil.pid_exists, pids))
     psutil.wait_procs([psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)], timeout=60)
-    assert not any(map(alive, pids))
-
-
-def alive(pid: int) -> bool:
-    try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
+    assert all(map(is_gone, pids))
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="prctl")
@@ -353,10 +342,10 @@ def test_program_ends_with_a_process_that_is_killed() -> None:
     command = [sys.executable, "-c", code, *hostile("stubborn")["command"]]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, env={**os.environ}, timeout=600, check=False)
     server, child = map(int, done.stdout.split())
-    if alive(server):
+    if not is_gone(server):
         psutil.wait_procs([psutil.Process(server)], timeout=60)
-    assert not alive(server)
-    if alive(child):  # The program's own child, which only `close` ends.
+    assert is_gone(server)
+    if not is_gone(child):  # The program's own child, which only `close` ends.
         psutil.Process(child).kill()
 
 
