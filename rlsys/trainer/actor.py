@@ -335,6 +335,7 @@ class Actor(Learner, WeightSender):
         A checkpoint of adapters needs the base that they were trained beside, which `load_hf` has loaded. Raises UserError
         for one of another base, rank, alpha or targets, and for one of a whole model.
         """
+        self._require("load")
         check_adapters(folder, read_checkpoint_info(folder), self._adapters())
         generators = super().load(folder)
         if isinstance(self._reference, ReferencePolicy) and read_checkpoint_info(folder).optimizer:

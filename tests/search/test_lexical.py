@@ -139,10 +139,10 @@ def edit_entry(name: str, value: float) -> Edit:
 
 
 VOCABULARY = "postings/vocab.index.json"
-DAMAGES: list[tuple[Edit, str]] = [
-    (edit_entry("indices", 2**31 - 1), "RunError"),
-    (edit_entry("data", math.nan), "RunError"),
-    (edit_json(VOCABULARY, capital=2**30), "RunError"),
+DAMAGES: list[tuple[Edit, str | None]] = [
+    (edit_entry("indices", 2**31 - 1), None),
+    (edit_entry("data", math.nan), None),
+    (edit_json(VOCABULARY, capital=2**30), None),
     (edit_entry("indptr", 2**40), "mismatch"),
     (edit_array("indices", lambda array: array.astype("int64")), "mismatch"),
     (edit_corpus, "mismatch"),
@@ -160,9 +160,11 @@ def find_all(folder: Path, queries: list[str]) -> None:
 
 
 @pytest.mark.parametrize(("damage", "told"), DAMAGES)
-def test_a_damaged_index_raises_a_readable_error(copy: Path, passages: list[Any], damage: Edit, told: str) -> None:
+def test_a_damaged_index_raises_a_readable_error(
+    copy: Path, passages: list[Any], damage: Edit, told: str | None
+) -> None:
     damage(copy)
     with pytest.raises((RunError, UserError)) as caught:
         find_all(copy, [passage["contents"] for passage in passages])
-    assert getattr(caught.value, "code", "RunError") == told
+    assert (caught.type, caught.value.code) == (UserError if told else RunError, told)
     assert str(caught.value).isprintable()
