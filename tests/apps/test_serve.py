@@ -128,7 +128,9 @@ async def test_memory_is_limited_and_forgotten_conversations_are_answered() -> N
             messages: Any = [{"role": "user", "content": f"{number}"}]
             await client.chat.completions.create(model="policy", messages=messages)
         said: Any = {"role": "assistant", "content": "Paris"}
-        await client.chat.completions.create(model="policy", messages=[{"role": "user", "content": "0"}, said, MORE])
+        for number in (39, 0):  # The last conversation, and one that is forgotten.
+            messages = [{"role": "user", "content": f"{number}"}, said, MORE]
+            await client.chat.completions.create(model="policy", messages=messages)
 
     most = 20_000
     service = await served(Engine(["Paris"]), ask, recent_bytes=most)
