@@ -36,7 +36,7 @@ from rlsys.rollout.agent.conversation_tree import Message, Recent, RecentAnswers
 from rlsys.rollout.agent.episode import EngineDied
 from rlsys.rollout.agent.recorder import Generator, TurnSampling, evaluation_sampling
 from rlsys.rollout.agent.tokens import Codec
-from rlsys.search.address import bind
+from rlsys.search.address import bind, url_of
 from rlsys.search.connections import GuestServer, LimitedConfig
 
 MOST_AT_ONCE = 256
@@ -117,23 +117,18 @@ async def serve(model: Model, config: RunConfig, engine: str, host: str, port: i
         service = open_service(generator, codec, config.task, sampling)
         options = {"log_level": "error", "lifespan": "off", "timeout_graceful_shutdown": 2}
         limited = LimitedConfig(service_app(service, own_key), MOST_CONNECTIONS, **options)
-        server = GuestServer(limited)
-        sock.listen(limited.backlog)
         address, number = sock.getsockname()[:2]
         if not ipaddress.ip_address(address).is_loopback:
             print("The key and all texts go over the network unencrypted.", file=sys.stderr)
-        url = f"http://{f'[{host}]' if ':' in host else host}:{number}"
-        made = f", api_key {own_key}" if key is None else ""
-        print(f"base_url {url}/v1 (Anthropic's SDK: {url}), model {MODEL}{made} (Ctrl-C ends it).", flush=True)
-        serving = asyncio.create_task(server.serve(sockets=[sock]))
-        try:
-            await asyncio.wait({serving, service.failed}, return_when=asyncio.FIRST_COMPLETED)
-            if service.failed.done():
-                service.failed.result()
-        finally:
-            service.end()
-            server.should_exit = True
-            await serving
+        url, made = url_of(host, number), f", api_key {own_key}" if key is None else ""
+        async with GuestServer(limited).serving(sock) as server:
+            print(f"base_url {url}/v1 (Anthropic's SDK: {url}), model {MODEL}{made} (Ctrl-C ends it).", flush=True)
+            try:
+                await asyncio.wait({server, service.failed}, return_when=asyncio.FIRST_COMPLETED)
+                if service.failed.done():
+                    service.failed.result()
+            finally:
+                service.end()
 
 
 def _sound(key: str) -> str:

@@ -43,7 +43,7 @@ from rlsys.observe.run_folder import CONFIG, EVALUATIONS, MEASURED, RunFolder, o
 from rlsys.observe.status import FAILED, WAIT_PREFIX, read_status
 from rlsys.report.report_page import compressed, live_page
 from rlsys.report.run_model import ModelCache, Phase, RunLiveness, liveness_here, read_chunk
-from rlsys.search.address import HostGate, bind, own_names
+from rlsys.search.address import HostGate, bind, own_names, url_of
 from rlsys.search.connections import PAGE_CONNECTIONS, LimitedConfig, LimitedServer
 
 DEFAULT_HOST = "127.0.0.1"
@@ -70,8 +70,8 @@ def serve_run(path: Path, host: str, port: int, report: Callable[[str], None]) -
         except OSError as error:
             sentence = f"Cannot serve at {address}:{number} ({error}): choose another port."
             raise UserError(sentence, code="in_use", key=f"{address}:{number}") from None
-        shown = socket.gethostname() if reached.is_unspecified else f"[{address}]" if ":" in address else address
-        report(f"{path} is shown at http://{shown}:{number} until Ctrl-C.")
+        shown = socket.gethostname() if reached.is_unspecified else address
+        report(f"{path} is shown at {url_of(shown, number)} until Ctrl-C.")
         if not reached.is_loopback:
             report(
                 f"Other machines can reach {address} and read the run without a password. Serve at {DEFAULT_HOST} to allow "

@@ -58,6 +58,11 @@ def bind(host: str, port: int) -> socket.socket:
     return sock
 
 
+def url_of(host: str, port: int) -> str:
+    """Return the URL of a server at a host name or an address."""
+    return f"http://{f'[{host}]' if ':' in host else host}:{port}"
+
+
 def own_names(*more: str) -> frozenset[str]:
     """Return this machine's names and `more`, in lower case."""
     return frozenset(name.lower() for name in ("localhost", socket.gethostname(), *more))

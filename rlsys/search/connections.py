@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import resource
+import socket
 from collections import OrderedDict
-from collections.abc import AsyncGenerator, Generator
-from contextlib import aclosing, contextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Generator
+from contextlib import aclosing, asynccontextmanager, contextmanager
 from typing import Any
 
 import orjson
@@ -191,6 +192,17 @@ class GuestServer(LimitedServer):
     def capture_signals(self) -> Generator[None, None, None]:
         """Override uvicorn's signal handling with a no-op."""
         yield
+
+    @asynccontextmanager
+    async def serving(self, sock: socket.socket) -> AsyncIterator[asyncio.Task[None]]:
+        """Serve at the bound `sock` in a task during the body; on exit, end the server and wait for it."""
+        sock.listen(self.config.backlog)
+        task = asyncio.create_task(self.serve(sockets=[sock]))
+        try:
+            yield task
+        finally:
+            self.should_exit = True
+            await task
 
 
 class EventStream(StreamingResponse):

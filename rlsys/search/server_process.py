@@ -24,7 +24,7 @@ import httpx
 
 import rlsys
 from rlsys.errors import RunError
-from rlsys.search.address import DEFAULT_HOST, DEFAULT_TOPK, TOKEN_VARIABLE, bind
+from rlsys.search.address import DEFAULT_HOST, DEFAULT_TOPK, TOKEN_VARIABLE, bind, url_of
 
 _POLL_S = 0.1
 _HEALTH_S = 2.0
@@ -84,7 +84,7 @@ class SearchServer(AbstractContextManager["SearchServer"]):
             sock.listen()
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             self._port = int(sock.getsockname()[1])
-            self.url = f"http://{f'[{self._host}]' if ':' in self._host else self._host}:{self._port}"
+            self.url = url_of(self._host, self._port)
             told = ["--listener-fd", str(sock.fileno()), "--parent-pid", str(os.getpid())]
             streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": subprocess.STDOUT}
             command = [sys.executable, "-m", *self._words, *told]

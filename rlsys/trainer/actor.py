@@ -275,7 +275,7 @@ class Actor(Learner, WeightSender):
         super().__init__("The actor", self._policy, optimizer, total_steps, scratch)
         self._objective, self._seed = objective, seed
         self._base: BaseModel | None = None
-        """What adapters are trained beside; None without adapters, or until it is loaded."""
+        """Frozen model beside the adapters; None without adapters, or until it is loaded."""
         self._reference: ReferencePolicy | BaseReference | None = None
         if objective.reference is not None and self._policy.lora is not None:
             self._reference = BaseReference(self._policy, objective.reference)

@@ -15,15 +15,23 @@ same on every rank. Rows of parts that are no targets are zero.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rlsys.config.schema import LoraConfig
 from rlsys.errors import UserError
 from rlsys.weights.weight_map import ADAPTER_PREFIX, Architecture, Cut, Rule, WeightMap, rules_of
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
 A, B = "adapter.a", "adapter.b"
 """Endings of the Megatron names, in place of `weight`."""
 _KEY = "model.lora.targets"
+
+
+def merged(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
+    """Return W + scale B A, computed in float32 and rounded once to the dtype of `weight`."""
+    return (weight.float() + scale * (b.float() @ a.float())).to(weight.dtype)
 
 
 def is_target(hf: str, lora: LoraConfig) -> bool:

@@ -30,7 +30,7 @@ from rlsys.apps.chat.chat_settings import ChatSettings
 from rlsys.apps.chat.conversation import Failed, Opened, as_dict, opened_in_terminal
 from rlsys.apps.evaluation.evaluation_inputs import Model
 from rlsys.errors import RunError, UserError
-from rlsys.search.address import bind, is_foreign, is_trusted, own_names
+from rlsys.search.address import bind, is_foreign, is_trusted, own_names, url_of
 from rlsys.search.connections import PAGE_CONNECTIONS, EventStream, GuestServer, LimitedConfig
 
 _MAX_BYTES = 1 << 16
@@ -112,15 +112,8 @@ async def serve(opened: Opened, sock: socket.socket, host: str) -> None:
     """Serve at the bound `sock`, reachable as `host`, until cancelled."""
     app, options = create_app(opened, own_names(host)), {"log_level": "error", "lifespan": "off"}
     config = LimitedConfig(app, PAGE_CONNECTIONS, **options, timeout_graceful_shutdown=2)
-    server = GuestServer(config)
-    sock.listen(config.backlog)
-    serving = asyncio.create_task(server.serve(sockets=[sock]))
-    try:
-        await asyncio.shield(serving)
-    except asyncio.CancelledError:
-        server.should_exit = True
-        await serving
-        raise
+    async with GuestServer(config).serving(sock) as server:
+        await asyncio.shield(server)
 
 
 async def serve_chat(model: Model, settings: ChatSettings, engine: str, host: str, port: int) -> None:
@@ -130,7 +123,7 @@ async def serve_chat(model: Model, settings: ChatSettings, engine: str, host: st
             address, number = sock.getsockname()[:2]
             if not ipaddress.ip_address(address).is_loopback:
                 print(f"Anyone who can reach {host}:{number} can ask questions: there is no password.", file=sys.stderr)
-            print(f"Ask at http://{f'[{host}]' if ':' in host else host}:{number} (Ctrl-C ends it).", flush=True)
+            print(f"Ask at {url_of(host, number)} (Ctrl-C ends it).", flush=True)
             await serve(chat, sock, host)
 
 

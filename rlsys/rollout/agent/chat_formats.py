@@ -59,7 +59,7 @@ _NEUTRAL: Mapping[str, Sequence[JsonValue]] = {
 
 
 class SamplingRule(Enum):
-    """What becomes of the sampling that a request asks for."""
+    """Treatment of the sampling that a request asks for."""
 
     fixed = auto()
     """It is refused by name, unless it is the session's own."""

@@ -35,6 +35,7 @@ from torch.nn import Module, Parameter
 from torch.nn.functional import dropout, linear
 
 from rlsys.config.schema import LoraConfig
+from rlsys.weights.lora import merged
 from rlsys.weights.weight_map import Cut, Entry, WeightMap
 
 
@@ -91,8 +92,8 @@ class Adapter(Module):
 
     @torch.no_grad()
     def merged(self, weight: Tensor) -> Tensor:
-        """Return this process's shard of W + s B A, rounded once to the dtype of `weight`."""
-        return (weight.float() + self.scale * (self._blocks().float() @ self.a.float())).to(weight.dtype)
+        """Return this process's shard of W + s B A, given its shard of W."""
+        return merged(weight, self.a, self._blocks(), self.scale)
 
     @torch.no_grad()
     def reset(self, seed: int) -> None:

@@ -19,7 +19,7 @@ from rlsys.errors import UserError
 from rlsys.weights.checkpoint.megatron_reader import MegatronCheckpoint
 from rlsys.weights.checkpoint.store import CheckpointInfo, is_complete, read_checkpoint_info
 from rlsys.weights.hf_io import HfReader, check_repeated
-from rlsys.weights.lora import A, B, adapter_map, is_target, peft_name, target_modules
+from rlsys.weights.lora import A, B, adapter_map, is_target, merged, peft_name, target_modules
 from rlsys.weights.transport import checksum, digest
 from rlsys.weights.weight_map import Architecture, Entry, WeightMap
 
@@ -95,7 +95,7 @@ def adapters_in(folder: Path) -> LoraConfig | None:
 class MergedCheckpoint(MegatronCheckpoint):
     """A checkpoint of adapters and its base, read as the weights W + (alpha / rank) B A of one model.
 
-    Every product is computed in float32 and its sum rounded once, as in the weight sync.
+    The weights are those of the weight sync.
     """
 
     def __init__(self, held: MegatronCheckpoint, lora: LoraConfig, base: Path, architecture: Architecture) -> None:
@@ -127,13 +127,13 @@ class MergedCheckpoint(MegatronCheckpoint):
         found = [(name, self._reader.get(name)) for name in entry.hf]
         adapter = self.adapter(entry)
         scale = self.lora.alpha / self.lora.rank
-        merged = []
+        parts = []
         for name, weight in found:
             if name in adapter:
                 a, b = adapter[name]
-                weight = (weight.float() + scale * (b.float() @ a.float())).to(weight.dtype)
-            merged.append((name, weight))
-        return merged
+                weight = merged(weight, a, b, scale)
+            parts.append((name, weight))
+        return parts
 
     def adapter(self, entry: Entry) -> dict[str, tuple[Tensor, Tensor]]:
         """Return A and B of each Hugging Face weight of `entry` that has an adapter, by its name."""
