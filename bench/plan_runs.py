@@ -66,7 +66,7 @@ ROWS = (
     Row("pipelined, two engines", (*PIPELINED.settings, "cluster.placement.rollout='2-3'")),
     Row("pipelined, deeper model", (*PIPELINED.settings, f"model.path={DEEPER}")),
 )
-"""The first one is the one that the costs are measured in."""
+"""The costs are measured in the first one."""
 
 
 def compare_runs(only: Sequence[str] = ()) -> None:

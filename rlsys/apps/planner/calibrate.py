@@ -68,7 +68,7 @@ class Calibration:
             raise UserError(sentence, code="missing", key="--calibrate")
 
     def applied(self, costs: Costs) -> Costs:
-        """Return the costs `costs`, which formulas derived for any config, with what was measured in place of them."""
+        """Return `costs`, which are those of formulas, with measured ones in their place."""
         source = dict(costs.source)
         engine = self._engine(costs.engine, source)
         calls = {name: self._call(name, call, source) for name, call in costs.calls.items()}

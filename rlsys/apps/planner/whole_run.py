@@ -30,7 +30,7 @@ def whole_run(
     step_s: float,
     devices: int,
 ) -> dict[str, float]:
-    """Return part of a run of `trainer.steps` steps on `devices` devices -> its hours.
+    """Return the hours of each part of a run of `trainer.steps` steps on `devices` devices, by its name.
 
     A failure costs the restart and half of the steps between two checkpoints; infinite if failures come faster than that.
     """
