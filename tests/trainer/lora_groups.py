@@ -26,6 +26,7 @@ STEPS = [reference.make_batches(4, seed=step) for step in range(3)]
 RATES = [5e-3] * len(STEPS)
 # With a large eps, Adam's update depends on the size of the gradient as well as its sign.
 OPTIMIZER = AdamwConfig(lr=RATES[0], weight_decay=0.1, eps=1e-2, clip_grad=0.1)
+DRAWS = 400
 FIXED = ReferencePlan(tau=1.0, update_period=1, reset_period=None)
 
 
@@ -108,3 +109,17 @@ def logits_and_gradients(
     }
     frozen = [name for name, one in policy.parameters.items() if not one.requires_grad and one.grad is not None]
     return {"logits": logits, "off": off, "gradients": gradients, "frozen with a gradient": frozen}
+
+
+def dropped(group: Group, model: Path, lora: LoraConfig) -> dict[str, tuple[Tensor, Tensor, Tensor]]:
+    """Output, mean output and standard error of the mean over draws, of the adapters of a layer's attention."""
+    actor = make_actor(group, model, ParallelConfig(), lora=lora)
+    actor.load_hf(model)
+    results = {}
+    for name, adapter in list(actor._policy.adapters.items())[:2]:
+        inputs = torch.randn(32, 1, adapter.a.shape[1])
+        with torch.no_grad():
+            adapter.b.normal_()
+            drawn = torch.stack([adapter.train()(inputs) for _ in range(DRAWS)])
+            results[name] = adapter.eval()(inputs), drawn.mean(0), drawn.std(0) / DRAWS**0.5
+    return results

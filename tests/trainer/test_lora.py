@@ -16,7 +16,7 @@ from rlsys.weights.weight_map import ADAPTER_PREFIX
 from tests.support.megatron_processes import on_ranks
 from tests.trainer import reference
 from tests.trainer.harness import Layout
-from tests.trainer.lora_groups import OPTIMIZER, RATES, STEPS, logits_and_gradients, mine, train_and_score
+from tests.trainer.lora_groups import OPTIMIZER, RATES, STEPS, dropped, logits_and_gradients, mine, train_and_score
 
 LORA = LoraConfig(rank=5, alpha=7.0)
 SOME = replace(LORA, targets=["q_proj", "v_proj", "up_proj", "o_proj"])
@@ -148,3 +148,13 @@ def test_logits_and_gradients_equal_peft(tmp_path: Path) -> None:
         ours = found["gradients"][name.replace(".default", "")]
         assert (ours - gradient).norm() < 1e-4 * gradient.norm() + 1e-7, name
     assert not found["frozen with a gradient"]
+
+
+def test_dropout_changes_each_output_but_not_its_mean(tmp_path: Path) -> None:
+    model = reference.make_model(reference.TINY["qwen2"](), tmp_path / "model")
+    (found,) = on_ranks(dropped, 1, model, replace(LORA, dropout=0.3))
+    assert [name.split(".")[-2] for name in found] == ["linear_qkv", "linear_proj"]
+    for name, (expected, mean, error) in found.items():
+        assert bool((error > 0).all()), f"{name}: nothing was dropped"
+        # Of some thousand normal errors, none exceeds six standard deviations.
+        assert float(((mean - expected) / error).abs().max()) < 6, name
