@@ -25,9 +25,9 @@ from rlsys.config.schema import ClusterConfig
 from rlsys.observe.faults import Restarts
 signal.signal(signal.SIGINT, signal.default_int_handler)  # A shell's background job ignores it.
 running.end = functools.partial(running.end, timeout_s=0.1)
-sys.exit(running.supervise([sys.executable, "-c", sys.argv[1], *sys.argv[2:]], Restarts(ClusterConfig(restarts=2)), print))
+sys.exit(running.supervise([sys.executable, "-c", sys.argv[1], *sys.argv[2:]], Restarts(ClusterConfig(restarts=1)), print))
 """
-"""Runs the Python code of its first argument, at most three times."""
+"""Runs the Python code of its first argument, at most twice."""
 RUN = """
 import os, pathlib, signal, subprocess, sys
 from rlsys.apps.running import ends_by_itself
@@ -90,14 +90,14 @@ def test_driver_is_started_again_only_if_it_resumes_on_this_machine(
     assert training._outlives_its_driver(load_config("searchr1_tiny_cpu", settings)) is outlives
 
 
-@pytest.mark.parametrize(("deaths", "status"), [(0, 0), (2, 0), (3, 128 + signal.SIGKILL)])
+@pytest.mark.parametrize(("deaths", "status"), [(0, 0), (1, 0), (2, 128 + signal.SIGKILL)])
 def test_killed_command_is_run_again_within_limits_and_leaves_no_process(
     deaths: int, status: int, tmp_path: Path
 ) -> None:
     process = start(RUN + DIES, tmp_path / "lives", str(deaths))
     assert process.wait(LIMIT_S) == status
     found = lives(tmp_path / "lives")
-    assert [reason for *_, reason in found] == ["", "SIGKILL", "SIGKILL"][: min(deaths, 2) + 1]
+    assert [reason for *_, reason in found] == ["", "SIGKILL"][: min(deaths, 1) + 1]
     assert all(is_gone(pid) and is_gone(orphan) for pid, orphan, _ in found)
 
 
@@ -114,7 +114,7 @@ def test_command_that_a_library_ends_is_run_again(tmp_path: Path) -> None:
     process = start(RUN + DIES.replace("os.kill(os.getpid(), signal.SIGKILL)", "os._exit(1)"), tmp_path / "lives", "9")
     assert process.wait(LIMIT_S) == 1
     found = lives(tmp_path / "lives")
-    assert len(found) == 3
+    assert len(found) == 2
     assert all(is_gone(pid) and is_gone(orphan) for pid, orphan, _ in found)
 
 

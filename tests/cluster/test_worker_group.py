@@ -166,7 +166,7 @@ async def _call_until_it_fails(group: WorkerGroup) -> None:
         await group.call_rank(1, "add", 2)
 
 
-@pytest.mark.parametrize("stopped", [False, True])
+@pytest.mark.parametrize("stopped", [pytest.param(False, marks=pytest.mark.slow), True])
 async def test_rank_that_was_killed_starts_again_on_its_devices(
     stopped: bool, bundles: PlacementGroup, tmp_path: Path
 ) -> None:

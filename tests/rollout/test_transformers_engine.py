@@ -262,7 +262,7 @@ async def test_engine_is_unchanged_after_sleep(world: World) -> None:
     assert after.token_ids == greedy_by_transformers(world.second, ids, 20)
 
 
-@pytest.mark.parametrize("how", ["killed", "timed out", "incomplete"])
+@pytest.mark.parametrize("how", ["killed", "timed out", pytest.param("incomplete", marks=pytest.mark.slow)])
 async def test_child_that_dies_or_does_not_start_is_one_error(world: World, how: str, tmp_path: Path) -> None:
     folder = Path(tiny.save(world.first.float(), world.words, tmp_path))
     engine = new_engine(folder, start_timeout_s=0.05 if how == "timed out" else 600.0)
