@@ -26,7 +26,8 @@ pytestmark = pytest.mark.slow
 NEEDS = {
     r"^make |^\. |mkdocs|^docker|^pip ": "is what runs this test, or sets its machine up",
     r"setup_gpu|/models/|searchr1_(qwen|llama|published)|_3b|-3B": "GPUs, and a model of the hub",
-    r"hf download|download\.py|data prepare (all|nq)|data/(nq|wiki18)|search web": "the network",
+    r"hf download|download\.py|data prepare (all|nq)|--data nq|data/(nq|wiki18)|search web": "the network",
+    r"rlsys engines ": "a run that goes on; tests/live/test_engines_join_and_leave.py has one",
     r"launch/|rlsys launch|kubectl": "several machines",
     r"^nft ": "a network to be cut off",
     r"-m bench\.": "minutes or hours of measuring; tests/bench runs some in small",
