@@ -24,12 +24,20 @@ RUN = [
     "resume=auto",
 ]
 
+GATEWAY = [
+    "task.agent=gateway",
+    "task.agent.entry=examples.agents.openai_sdk.agent",
+    "task.token_mode=append",
+    "task.train_eos=false",
+]
+
 pytestmark = [pytest.mark.slow, pytest.mark.engine]
 
 
-def start(outputs: Path, log: Path) -> subprocess.Popen[bytes]:
+def start(outputs: Path, log: Path, *settings: str) -> subprocess.Popen[bytes]:
     with log.open("wb") as file:
-        return subprocess.Popen([*RLSYS, *small(outputs, *RUN)], cwd=PROJECT, stdout=file, stderr=subprocess.STDOUT)
+        words = [*RLSYS, *small(outputs, *RUN, *settings)]
+        return subprocess.Popen(words, cwd=PROJECT, stdout=file, stderr=subprocess.STDOUT)
 
 
 def kill_with_all_children(process: subprocess.Popen[bytes]) -> None:
@@ -68,15 +76,16 @@ def wait_for(process: subprocess.Popen[bytes], outputs: Path, step: int, log: Pa
     return wait_until(process, log, reached)
 
 
-def test_every_prompt_is_trained_or_dropped_once_if_the_run_is_killed(tmp_path: Path) -> None:
+@pytest.mark.parametrize("settings", [[], GATEWAY], ids=["native", "gateway"])
+def test_every_prompt_is_trained_or_dropped_once_if_the_run_is_killed(settings: list[str], tmp_path: Path) -> None:
     outputs, log = tmp_path / "outputs", tmp_path / "log"
-    process = start(outputs, log)
+    process = start(outputs, log, *settings)
     try:
         folder = wait_for(process, outputs, 3, log)
     finally:
         kill_with_all_children(process)
     before = rows(folder / "prompts.jsonl")
-    process = start(outputs, log)
+    process = start(outputs, log, *settings)
     assert process.wait(LIMIT_S) == 0, log.read_text()[-3000:]
     assert "resumes after step 2" in log.read_text()
     assert [one.name for one in outputs.iterdir()] == [folder.name]
