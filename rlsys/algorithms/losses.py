@@ -31,6 +31,8 @@ policy losses are
     policy_gradient  -A log pi
     sapo             -(4 / tau) sigmoid(tau (r - 1)) A, with tau_positive as tau where A > 0, else tau_negative
 
+The option `llds` adds a penalty that keeps the log-probs of good trajectories from falling; see `displacement`.
+
 Sources: PPO (arXiv 1707.06347), eq. 7; unequal bounds: DAPO (arXiv 2503.14476); dual clip: Ye et al. (arXiv
 1912.09729); GSPO (arXiv 2507.18071); CISPO: MiniMax-M1 (arXiv 2506.13585); SAPO (arXiv 2511.20347); REINFORCE (Williams, 1992). Aggregations:
 `token-mean`: DAPO, over the mini-batch instead of the group. `seq-mean-token-mean`: GRPO (arXiv 2402.03300), eq. 3.
@@ -59,7 +61,7 @@ from rlsys.algorithms.kl import (
     k3,
     sampled_estimator,
 )
-from rlsys.config.algorithm import Aggregation, AlgorithmConfig, FullKl, KlPlace
+from rlsys.config.algorithm import Aggregation, AlgorithmConfig, FullKl, KlPlace, LldsGate
 from rlsys.config.custom import OwnComponent, bound, described
 
 TOKEN_MEAN = Aggregation("token-mean")
@@ -69,6 +71,10 @@ DIVISOR = "divisor"
 """Statistic with the micro-batch's part of the loss's divisor; for a policy loss, the caller adds this statistic."""
 LOSS_SUFFIX = "_loss"
 """Suffix of weighted sums, which `reduce_stats` divides by `divisor` like the loss itself."""
+CORRECT = "correct"
+"""Statistic that counts correct trajectories: sequences whose advantages sum to more than 0."""
+CORRECT_PREFIX = "correct_"
+"""Prefix of sums over correct trajectories, which `reduce_stats` divides by their number."""
 MAX_SUFFIX = "_max"
 MIN_SUFFIX = "_min"
 """Suffixes of maxima and minima. All other statistics are sums over trained tokens."""
@@ -91,6 +97,8 @@ class LossInputs:
     """int64 index of the token's sequence within the micro-batch, -1 for padding."""
     divergence: Tensor | None = None
     """KL to the reference in nats, computed from distributions; replaces the KL estimator's value."""
+    turns: Tensor | None = None
+    """int64 index of a trained token's turn within the micro-batch; read where `mask` is True."""
 
 
 Stats = dict[str, Tensor]
@@ -115,9 +123,9 @@ log-probs. A row holds whole sequences, whatever the parallel layout."""
 
 @dataclass(frozen=True, slots=True)
 class ConfiguredLoss:
-    """Policy loss of a config, with the KL penalty of `kl_in=loss` and an entropy bonus:
+    """Policy loss of a config, with the KL penalty of `kl_in=loss`, an entropy bonus and the penalty D of `llds`:
 
-    sum_t w_t (surrogate_t + kl_coef KL_t - entropy_coef H_t)
+    sum_t w_t (surrogate_t + kl_coef KL_t - entropy_coef H_t + llds.coef D_t)
     """
 
     config: AlgorithmConfig
@@ -131,7 +139,8 @@ class ConfiguredLoss:
         Statistics: `ratio` is the ratio of each token, also for gspo. `ratio_dev_max` is the largest |ratio - 1|.
         `approx_kl` is the k3 estimate of KL(old policy || policy). `clip_fraction*` and `dual_clip_fraction` count
         clipped tokens. `kl` is the value of the configured estimator, if its inputs are given. `kl_loss` exists if the
-        loss has a KL term, and `entropy` if it is given.
+        loss has a KL term, `llds_loss` if it has that penalty, and `entropy` if it is given. `correct_*` describe
+        correct trajectories: log-prob and its change since the old policy, in nats a token, and how many have fallen.
 
         Raises ValueError if a term with a non-zero coefficient lacks its input.
         """
@@ -141,6 +150,7 @@ class ConfiguredLoss:
         loss = (inputs.weights * surrogate.loss).sum()
         stats = {
             **_ratio_stats(logprobs, inputs),
+            **_correct_stats(logprobs.detach(), inputs),
             **_clip_stats(surrogate),
             **self._kl_stats(logprobs.detach(), inputs),
             "policy_loss": loss,
@@ -148,6 +158,9 @@ class ConfiguredLoss:
         if self._penalises:
             stats["kl_loss"] = (inputs.weights * self._penalty(logprobs, inputs)).sum()
             loss = loss + self.config.kl_coef * stats["kl_loss"]
+        if self.config.llds.coef:
+            stats["llds_loss"] = (inputs.weights * displacement(logprobs, inputs, self.config.llds.gate)).sum()
+            loss = loss + self.config.llds.coef * stats["llds_loss"]
         if entropy is not None:
             entropy = _filled(entropy, inputs.mask)
             stats["entropy"] = entropy.sum()
@@ -189,6 +202,8 @@ class ConfiguredLoss:
                 raise ValueError(f"kl_coef is {config.kl_coef} but the batch has no reference log-probs.")
         if config.entropy_coef and entropy is None:
             raise ValueError(f"entropy_coef is {config.entropy_coef} but the policy returned no entropy.")
+        if config.llds.coef and config.llds.gate is LldsGate.turn and inputs.turns is None:
+            raise ValueError(f"llds.gate is {config.llds.gate} but the batch has no turns.")
 
 
 def policy_loss(config: AlgorithmConfig) -> LossFunction:
@@ -284,15 +299,44 @@ def sequence_ratios(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor, sequen
     advantage, this is GSPO; otherwise it is GSPO-token (arXiv 2507.18071). Requires all trained tokens of a sequence: a
     sequence must not be cut over ranks.
     """
-    # Untrained tokens add zeros to sequence 0. The sums have one entry per token, an upper bound of the number of
-    # sequences, because reading that number would need a copy from the device to the host.
-    numbers = sequences.masked_fill(~mask, 0).flatten()
-    log_ratios = (logprobs - old_logprobs).detach().masked_fill(~mask, 0.0).flatten()
-    sums = torch.zeros_like(log_ratios).index_add(0, numbers, log_ratios)
-    counts = torch.zeros_like(log_ratios).index_add(0, numbers, mask.flatten().to(log_ratios))
-    means = (sums / counts.clamp(min=1.0))[numbers].view_as(logprobs).masked_fill(~mask, 0.0)
+    numbers = sequences.masked_fill(~mask, 0)  # Untrained tokens add zeros to sequence 0.
+    log_ratios = (logprobs - old_logprobs).detach().masked_fill(~mask, 0.0)
+    sums, counts = _sums(log_ratios, numbers), _sums(mask.to(log_ratios), numbers)
+    means = (sums / counts.clamp(min=1.0))[numbers].masked_fill(~mask, 0.0)
     # The brackets matter: added to a log-prob first, a small mean would lose its last digits.
     return _exp(means + (logprobs - logprobs.detach()))
+
+
+def displacement(logprobs: Tensor, inputs: LossInputs, gate: LldsGate) -> Tensor:
+    """Return the penalty of LLDS for each token, [rows, width]: how far its log-prob has fallen, in nats.
+
+    Lazy likelihood displacement is a fall of the log-likelihood of good trajectories, which updates on bad ones cause.
+    With d = log pi_old - log pi, the penalty of a token with an advantage of at least 0 is
+
+        max(0, d)    if the sum of d over such tokens of the same `gate` (turn, sequence or the token itself) is above 0
+
+    and 0 otherwise. The sum has no gradient. Like every token loss, the penalty has the weight and divisor of the
+    aggregation, as in the authors' code; their formula divides by the tokens of the penalised trajectories alone.
+    Untrained tokens hold zeros in all inputs. Source: LLDS (arXiv 2512.04220), eq. 4, 9 and 10; their action is a turn.
+    """
+    # A correction that drops a token multiplies its advantage by 0, which keeps the sign: -0 is not at least 0 here.
+    kept = inputs.mask & ~inputs.advantages.signbit()
+    fallen = _filled(inputs.old_logprobs - logprobs, kept)
+    if gate is not LldsGate.token:
+        numbers = inputs.sequences if gate is LldsGate.trajectory else inputs.turns
+        assert numbers is not None
+        numbers = numbers.masked_fill(~kept, 0)
+        fallen = fallen.masked_fill(_sums(fallen.detach(), numbers)[numbers] <= 0, 0.0)
+    return torch.relu(fallen)  # Unlike a clamp, it has no gradient where nothing has fallen.
+
+
+def _sums(values: Tensor, numbers: Tensor) -> Tensor:
+    """Return the sum of `values` over the tokens with each number, [rows x width]: entry i is the sum for number i.
+
+    `numbers` are int64 below rows x width; both arguments are [rows, width]. The result has one entry per token, an upper
+    bound of the numbers, because reading the largest would need a copy from the device to the host.
+    """
+    return torch.zeros_like(values).flatten().index_add(0, numbers.flatten(), values.flatten())
 
 
 def _clipped(ratio: Tensor, advantages: Tensor, low: float, high: float, dual: float | None) -> Surrogate:
@@ -399,26 +443,30 @@ def join_stats(parts: Iterable[Mapping[str, Tensor | float]]) -> dict[str, float
 
 
 def reduce_stats(parts: Iterable[Mapping[str, Tensor | float]]) -> dict[str, float]:
-    """Join statistics and turn sums into means: losses are divided by `divisor`, other sums by `tokens`.
+    """Join statistics and turn sums into means: losses are divided by `divisor`, sums over correct trajectories by their
+    number, other sums by `tokens`.
 
-    The result keeps the sum `tokens` and omits `divisor`. Without trained tokens, all other values are NaN. Raises
-    ValueError for losses without a divisor.
+    The result keeps the sum `tokens`, and omits `divisor`, `correct`, and means over correct trajectories if there are
+    none. Without trained tokens, all other values are NaN. Raises ValueError for losses without a divisor.
     """
     totals = {TOKENS: 0.0, **join_stats(parts)}
-    tokens, divisor = totals[TOKENS], totals.pop(DIVISOR, None)
+    tokens, divisor, correct = totals[TOKENS], totals.pop(DIVISOR, None), totals.pop(CORRECT, 0.0)
 
     def reduced(name: str, total: float) -> float:
         if name == TOKENS:
             return total
         if name.endswith((MAX_SUFFIX, MIN_SUFFIX)):
             return total if tokens else math.nan
+        if name.startswith(CORRECT_PREFIX):
+            return total / correct
         if not name.endswith(LOSS_SUFFIX):
             return total / tokens if tokens else math.nan
         if divisor is None:
             raise ValueError(f"The statistics contain {name} but no {DIVISOR} to divide it by.")
         return total / divisor if divisor else math.nan
 
-    return {name: reduced(name, total) for name, total in totals.items()}
+    kept = (name for name in totals if correct or not name.startswith(CORRECT_PREFIX))
+    return {name: reduced(name, totals[name]) for name in kept}
 
 
 def _join(name: str, one: float, other: float) -> float:
@@ -464,4 +512,18 @@ def _ratio_stats(logprobs: Tensor, inputs: LossInputs) -> Stats:
         "ratio_min": -largest(-ratio, -math.inf),
         "ratio_dev_max": largest((ratio - 1.0).abs(), 0.0),
         "approx_kl": k3(old, current).sum(),
+    }
+
+
+def _correct_stats(logprobs: Tensor, inputs: LossInputs) -> Stats:
+    """Return statistics of correct trajectories, without a gradient; log-likelihoods are means over their tokens."""
+    numbers = inputs.sequences.masked_fill(~inputs.mask, 0)
+    lengths = _sums(inputs.mask.to(logprobs), numbers).clamp(min=1.0)
+    correct = _sums(inputs.advantages, numbers) > 0
+    change = _filled(_sums(logprobs - inputs.old_logprobs, numbers) / lengths, correct)
+    return {
+        CORRECT: correct.sum(),
+        "correct_logprob": _filled(_sums(logprobs, numbers) / lengths, correct).sum(),
+        "correct_change": change.sum(),
+        "correct_displaced": (change < 0).sum(),
     }

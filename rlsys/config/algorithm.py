@@ -62,6 +62,11 @@ CorrectionLevel = StrEnum("CorrectionLevel", ["token", "sequence", "geometric"])
 trained tokens. `geometric`: The geometric mean of these ratios, which does not grow with the length."""
 
 
+LldsGate = StrEnum("LldsGate", ["turn", "trajectory", "token"])
+"""Tokens whose log-probs must have fallen in total before any of them is penalised. `turn`: Those of a turn, that is of
+consecutive trained tokens. `trajectory`: Those of the episode, or of its branch. `token`: The token alone."""
+
+
 OldLogprobs = StrEnum("OldLogprobs", ["recompute", "actor", "engine"])
 """Source of the old log-probs, the denominator of the ratio. `recompute`: A forward pass of the policy in the inference
 group; right for every schedule, loss and token mode. `actor`: The forward pass of the training itself, whose ratio is
@@ -125,6 +130,16 @@ class GaeAdvantage:
     whiten: bool = True
     """Centre and scale advantages over all trained tokens of the mini-batch; training waits for the whole
     mini-batch."""
+
+
+@dataclass
+class LldsConfig:
+    """Penalty on log-probs that updates have lowered, in episodes with an advantage of at least 0 (LLDS). It acts
+    from a step's second update on, or if rollouts run ahead of training."""
+
+    coef: NotNegative = 0.0
+    """Weight of the penalty in the loss; 0 removes the penalty. The published runs have 0.2 and 0.3."""
+    gate: LldsGate = LldsGate.turn
 
 
 CRITIC, MINI_BATCH = "critic", "mini_batch"
@@ -242,6 +257,7 @@ class AlgorithmConfig:
     """Divisor of `aggregation=fixed-length`; null is `task.max_total_tokens` minus `task.max_prompt_tokens`."""
     entropy_coef: NotNegative = 0.0
     """Weight of the entropy bonus in the loss. Raise it when the entropy falls too fast."""
+    llds: LldsConfig = field(default_factory=LldsConfig)
     kl_coef: NotNegative = 0.001
     """Weight of the KL term to the reference policy; 0 removes the term."""
     kl_in: KlPlace = KlPlace.loss

@@ -64,6 +64,7 @@ def algorithm_problems(config: RunConfig) -> Iterator[str]:
     algorithm = config.algorithm
     yield from _advantages(algorithm)
     yield from _loss(algorithm)
+    yield from _llds(config)
     yield from _estimator(algorithm)
     yield from _kl_weight(config)
     yield from _reference(algorithm)
@@ -161,6 +162,15 @@ def _loss(algorithm: AlgorithmConfig) -> Iterator[str]:
         yield (
             f"algorithm.correction.low={correction.low} and high={correction.high} must enclose 1, the ratio of "
             "equal policies: set low to at most 1 and high at least 1."
+        )
+
+
+def _llds(config: RunConfig) -> Iterator[str]:
+    coef, updates = config.algorithm.llds.coef, config.trainer.mini_batches
+    if coef and updates == 1 and not max_staleness(config):
+        yield (
+            f"algorithm.llds.coef={coef:g} penalises log-probs that earlier updates of a step have lowered, and "
+            f"trainer.mini_batches={updates} leaves none: set trainer.mini_batches to 2 or more, or coef to 0."
         )
 
 

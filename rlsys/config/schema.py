@@ -21,6 +21,7 @@ from rlsys.config.bounds import (
     Count,
     Decay,
     NotNegative,
+    NotPositive,
     Or,
     Positive,
     RankCount,
@@ -755,6 +756,9 @@ class GuardsConfig:
     """Largest mean KL per token to the reference policy, by the configured estimator."""
     ratio_ceiling: AboveOne | None = 20.0
     """Largest ratio of current to old policy of any token in a step."""
+    correct_change_floor: Annotated[NotPositive, Unit("nats")] | None = -0.01
+    """Lowest mean change of the log-likelihood per token of trajectories with a positive advantage, within a step. With
+    one update a step and no staleness, the change is 0."""
     many_answers_ceiling: Share | None = 0.1
     """Largest share of episodes with more than one answer tag."""
     same_answer_ceiling: Share | None = 0.5

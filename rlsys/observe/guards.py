@@ -23,6 +23,7 @@ GUARD_METRICS = (
         "under `kl/`",
     ),
     Metric("guard/ratio", "0 or 1", "`actor/ratio_max` is above `guards.ratio_ceiling`"),
+    Metric("guard/correct_change", "0 or 1", "`actor/correct_change` is below `guards.correct_change_floor`"),
     Metric("guard/many_answers", "0 or 1", "`answers/many_share` is above `guards.many_answers_ceiling`"),
     Metric("guard/same_answer", "0 or 1", "`answers/same_share` is above `guards.same_answer_ceiling`"),
 )
@@ -34,7 +35,7 @@ _SAMPLED_KL = {
     "full_forward": "kl/k5",
 }
 """KL estimator -> metric of the sampled batch that equals or estimates the same KL; k3 for any other."""
-_FLOORS = ("entropy",)
+_FLOORS = ("entropy", "correct_change")
 """Guards with a lower bound; all others have an upper bound."""
 _REMEDIES = {
     "entropy": "the policy's outputs hardly vary; start again with a higher algorithm.entropy_coef or policy_loss.clip_high, or a "
@@ -43,6 +44,8 @@ _REMEDIES = {
     "actor.optimizer.lr",
     "ratio": "an update moves single tokens too far; lower actor.optimizer.lr, or set algorithm.correction.kind if "
     "rollouts run ahead of training",
+    "correct_change": "updates make correct answers less likely (lazy likelihood displacement), which ends in collapse; start again "
+    "with algorithm.llds.coef=0.2 or a lower actor.optimizer.lr",
     "many_answers": "the policy writes several answers in one episode; look at the run's samples and set "
     "reward.max_answer_tags",
     "same_answer": "the policy gives different questions the same answer; look at the run's samples and at the reward "
@@ -102,6 +105,7 @@ class Guards:
             "entropy": (("actor/entropy",), config.entropy_floor),
             "kl": (("actor/kl", _SAMPLED_KL.get(estimator, "kl/k3")), config.kl_ceiling),
             "ratio": (("actor/ratio_max",), config.ratio_ceiling),
+            "correct_change": (("actor/correct_change",), config.correct_change_floor),
             "many_answers": (("answers/many_share",), config.many_answers_ceiling),
             "same_answer": (("answers/same_share",), config.same_answer_ceiling),
         }

@@ -67,6 +67,19 @@ UPDATE_METRICS = (
         "nats a token",
         "divergence of the policy from the reference during the updates, by the configured estimator",
     ),
+    Metric(
+        "actor/correct_logprob",
+        "nats a token",
+        "log-likelihood of correct trajectories during the updates; correct are those whose advantages sum to more than 0",
+    ),
+    Metric(
+        "actor/correct_change",
+        "nats a token",
+        "change of the log-likelihood of correct trajectories since the step's start, mean over trajectories and updates: "
+        "below 0, other updates have [displaced](algorithms.md#lazy-likelihood-displacement) them",
+    ),
+    Metric("actor/correct_displaced", "share", "correct trajectories whose log-likelihood has fallen since then"),
+    Metric("actor/llds_loss", "nats", "the penalty of `algorithm.llds`, without its weight"),
     Metric("actor/tokens", "tokens", "trained tokens of an optimiser step"),
     Metric("actor/grad_norm", "1", "gradient norm before clipping", "S, R"),
     Metric("actor/lr", "1", "learning rate", "S, R"),

@@ -408,6 +408,7 @@ class Actor(Learner, WeightSender):
             weights=to_tensor(batch.spread(weights).astype(np.float32), logits),
             sequences=to_tensor(batch.sequence_numbers, logits),
             divergence=None if divergence is None else lay_out(share.whole(divergence), mask),
+            turns=to_tensor(batch.turn_numbers, logits),
         )
         loss, stats = objective.loss(of_targets, of_entropy, inputs)
         return loss, (

@@ -116,6 +116,16 @@ class MicroBatch:
             numbers[start : start + length] = number
         return numbers.reshape(self.tokens.shape)
 
+    @property
+    def turn_numbers(self) -> NDArray[np.int64]:
+        """[rows, width] index of each target's turn, from 0: a run of consecutive targets. Other tokens have any index.
+
+        No run crosses into another sequence, because a sequence's first token is no target.
+        """
+        follows = np.pad(self.loss_mask.ravel(), (1, 0))[:-1]
+        starts = self.loss_mask.ravel() & ~follows
+        return np.maximum(np.cumsum(starts, dtype=np.int64) - 1, 0).reshape(self.tokens.shape)
+
     def spread(self, values: NDArray) -> NDArray:
         """Repeat `values` [sequences] over the tokens of their sequences: [rows, width], 0 in padding."""
         return np.append(values, np.zeros(1, dtype=values.dtype))[self.sequence_numbers]  # Index -1 is padding.

@@ -72,16 +72,39 @@ def surrogate(loss: Any, token: Token, held: Token, ratio: float) -> float:
     raise LookupError(f"no reference for the policy loss {loss.kind}")
 
 
+def runs(one: Episode) -> list[int]:
+    """Turn of each token: the number of untrained tokens before it, so that consecutive trained tokens share it."""
+    return [sum(not before.trained for before in one[:place]) for place in range(len(one))]
+
+
+def fallen(gate: str, now: Episode, held: Episode) -> list[float]:
+    """Penalty of LLDS for each trained token."""
+
+    def counted(fixed: Token) -> bool:
+        return fixed.trained and math.copysign(1, fixed.advantage) > 0
+
+    penalties = []
+    for place, (token, turn) in enumerate(zip(now, runs(now), strict=True)):
+        if not token.trained:
+            continue
+        places = {"turn": [at for at, other in enumerate(runs(now)) if other == turn], "trajectory": range(len(now))}
+        peers = [held[at] for at in places.get(gate, [place]) if counted(held[at])]
+        applies = counted(held[place]) and sum(peer.old - peer.logprob for peer in peers) > 0
+        penalties.append(max(0.0, token.old - token.logprob) if applies else 0.0)
+    return penalties
+
+
 def token_losses(config: AlgorithmConfig, now: Episode, held: Episode) -> list[float]:
     """Loss of each trained token, with a k3 KL term; terms behind a stop-gradient are computed from `held`."""
     pairs = [(token, fixed) for token, fixed in zip(now, held, strict=True) if token.trained]
     losses = []
-    for token, fixed in pairs:
+    for (token, fixed), fall in zip(pairs, fallen(config.llds.gate, now, held), strict=True):
         ratio = math.exp(token.logprob - token.old)
         if config.policy_loss.kind == "gspo":
             mean = sum(other.logprob - other.old for _, other in pairs) / len(pairs)
             ratio = math.exp(mean) * math.exp(token.logprob - fixed.logprob)
         loss = surrogate(config.policy_loss, token, fixed, ratio) - config.entropy_coef * token.entropy
+        loss += config.llds.coef * fall
         if config.kl_coef:
             weight = 1.0
             if config.use_kl_iw:
@@ -149,6 +172,10 @@ class Flat:
         numbers = [[number for number, one in enumerate(batch) for _ in one]]
         numbers = numbers if packed else [[number] * len(one) for number, one in enumerate(batch)]
         sequences = torch.tensor([[*row, *[-1] * (width - len(row))] for row in numbers])
+        # Numbers of turns differ between episodes; untrained tokens hold one that must not be read.
+        turns = [[100 * number + turn for turn in runs(one)] for number, one in enumerate(batch)]
+        order = {number: place for place, number in enumerate(sorted({turn for row in turns for turn in row}))}
+        turns = [[turn for row in turns for turn in row]] if packed else turns
         weights = torch.from_numpy(token_weights(config.aggregation, self.lengths))
         self.inputs = LossInputs(
             old_logprobs=table("old"),
@@ -157,6 +184,7 @@ class Flat:
             mask=torch.tensor([[token.trained for token in row] for row in padded]),
             weights=weights[sequences].where(sequences >= 0, NAN),
             sequences=sequences,
+            turns=torch.tensor([[*map(order.__getitem__, row), *[-1] * (width - len(row))] for row in turns]),
         )
 
     def trained(self, values: Tensor | None) -> list[float]:
@@ -170,6 +198,6 @@ def poisoned(inputs: LossInputs, poison: float) -> LossInputs:
     floats = {
         one.name: getattr(inputs, one.name).masked_fill(~inputs.mask, poison)
         for one in fields(inputs)
-        if one.name not in ("mask", "sequences") and getattr(inputs, one.name) is not None
+        if one.name not in ("mask", "sequences", "turns") and getattr(inputs, one.name) is not None
     }
     return replace(inputs, **floats)

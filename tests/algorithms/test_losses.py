@@ -21,7 +21,16 @@ from rlsys.algorithms.losses import (
     reduce_stats,
     sequence_ratios,
 )
-from rlsys.config.algorithm import Aggregation, AlgorithmConfig, FullKl, KlPlace, PpoLoss, SampledKl
+from rlsys.config.algorithm import (
+    Aggregation,
+    AlgorithmConfig,
+    FullKl,
+    KlPlace,
+    LldsConfig,
+    LldsGate,
+    PpoLoss,
+    SampledKl,
+)
 from rlsys.config.schema import variants
 from tests.algorithms.loss_reference import (
     LOSS_LENGTH,
@@ -139,6 +148,10 @@ def test_all_terms_of_one_token_by_hand() -> None:
             "clip_fraction_high": 1,
             "dual_clip_fraction": 0,
             "approx_kl": 0.5 - math.log(1.5),
+            "correct": 1,
+            "correct_logprob": math.log(0.6),
+            "correct_change": math.log(1.5),
+            "correct_displaced": 0,
             "policy_loss": -2.56,
             "kl_loss": k3,
             "kl": k3,
@@ -180,7 +193,7 @@ def at_random(config: AlgorithmConfig) -> tuple[Tensor, Tensor, LossInputs]:
     list(zip(cycle(LOSSES), [*ESTIMATORS, FullKl()], cycle([NAN, INF, -INF]), strict=False)),
 )
 def test_masked_tokens_are_ignored_whatever_they_hold(estimator: Any, kind: Any, poison: float) -> None:
-    config = replace(CONFIG, policy_loss=kind, kl_estimator=estimator, use_kl_iw=True)
+    config = replace(CONFIG, policy_loss=kind, kl_estimator=estimator, use_kl_iw=True, llds=LldsConfig(coef=0.2))
 
     def result(fill: float) -> tuple[Tensor, list[Tensor], dict[str, Tensor]]:
         logprobs, entropy, inputs = at_random(config)
@@ -247,7 +260,8 @@ def test_loss_without_trained_tokens_is_zero_and_backpropagates(kind: Any, shape
 def test_distant_policies_do_not_overflow(
     kind: Any, estimator: SampledKl, weighted: bool, far: list[float], advantage: float
 ) -> None:
-    config = replace(CONFIG, policy_loss=kind, kl_estimator=estimator, use_kl_iw=weighted)
+    llds = LldsConfig(0.2, LldsGate.trajectory)
+    config = replace(CONFIG, policy_loss=kind, kl_estimator=estimator, use_kl_iw=weighted, llds=llds)
     logprobs = torch.full((1, len(far)), -1.5, requires_grad=True)
     old, ref = ([-1.5 + sign * ratio for ratio in far] for sign in (-1, 1))
     inputs = inputs_of(old_logprobs=old, ref_logprobs=ref, advantages=[advantage] * len(far))

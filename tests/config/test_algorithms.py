@@ -9,7 +9,7 @@ from typing import get_type_hints
 import pytest
 
 from rlsys.algorithms.losses import POLICY_LOSSES
-from rlsys.config.algorithm import AdvantageBaseline, AdvantageScale, Aggregation, AlgorithmConfig
+from rlsys.config.algorithm import AdvantageBaseline, AdvantageScale, Aggregation, AlgorithmConfig, LldsGate
 from rlsys.config.compose import PROJECT_CONFIGS, load_config
 from rlsys.config.derived import mini_batch_sizes
 from rlsys.config.problems import Problem, algorithm_problems
@@ -40,6 +40,7 @@ def rows(section: str) -> dict[str, list[str]]:
 def test_documents_tables_have_every_kind() -> None:
     assert {*rows("Policy loss and aggregation")} == {*POLICY_LOSSES} | {*map(str, Aggregation)}
     assert {*rows("Advantages")} == {*map(str, AdvantageBaseline)} | {*map(str, AdvantageScale)}
+    assert {*rows("Lazy likelihood displacement")} == {*map(str, LldsGate)}
     assert {*rows("The reference policy")} == {*variants(get_type_hints(AlgorithmConfig)["kl_estimator"])}
 
 
@@ -88,6 +89,7 @@ def test_published_mini_batch_of_256_episodes_differs_by_less_than_a_group(name:
         ("correction.kind=reject correction.high=0.5", "correction.low"),
         ("correction.kind=truncate correction.level=geometric", "correction.level"),
         ("old_logprobs=engine correction.kind=truncate", "correction.kind"),
+        ("llds.coef=0.2 trainer.mini_batches=1", "llds.coef"),
         ("old_logprobs=actor", "old_logprobs"),
         ("old_logprobs=actor trainer.mini_batches=1 kl_in=reward kl_estimator=k1", "old_logprobs"),
         ("old_logprobs=engine kl_estimator=full_reverse kl_estimator.topk_tokens=8", "kl_estimator.topk_tokens"),
@@ -126,6 +128,7 @@ def whole(name: str) -> str:
     [
         ["rollout.sampling.top_p=0.9", "rollout.sampling.accept_truncation=true"],
         ["algorithm=ppo", "algorithm.n_samples=1", "cluster.placement.critic=3"],
+        ["algorithm.llds.coef=0.2", "trainer.mini_batches=1", "trainer.schedule=async"],
         ["algorithm.kl_in=reward", "algorithm.kl_control=adaptive", "algorithm.kl_horizon=52"],
         ["algorithm=ema_pg", "algorithm.eval_ref_policy=true"],
         ["algorithm=ema_pg", "algorithm.kl_estimator.topk_tokens=null", "algorithm.use_kl_iw=false"],

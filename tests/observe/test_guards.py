@@ -11,12 +11,19 @@ from rlsys.observe.guards import Alarm, Guards
 NAN = float("nan")
 K3 = "k3"
 CONFIG = GuardsConfig(
-    patience=3, entropy_floor=0.1, kl_ceiling=2.0, ratio_ceiling=10.0, many_answers_ceiling=0.2, same_answer_ceiling=0.5
+    patience=3,
+    entropy_floor=0.1,
+    kl_ceiling=2.0,
+    ratio_ceiling=10.0,
+    correct_change_floor=-0.5,
+    many_answers_ceiling=0.2,
+    same_answer_ceiling=0.5,
 )
 HEALTHY = {
     "actor/entropy": 0.5,
     "actor/kl": 0.1,
     "actor/ratio_max": 1.2,
+    "actor/correct_change": 0.1,
     "answers/many_share": 0.0,
     "answers/same_share": 0.1,
 }
@@ -40,6 +47,7 @@ def steps_alarmed(values: Sequence[float | None], figure: str = "actor/entropy")
         ("entropy", "actor/entropy", 0.1, 0.0999),
         ("kl", "actor/kl", 2.0, 2.001),
         ("ratio", "actor/ratio_max", 10.0, 10.01),
+        ("correct_change", "actor/correct_change", -0.5, -0.501),
         ("many_answers", "answers/many_share", 0.2, 0.201),
         ("same_answer", "answers/same_share", 0.5, 0.501),
     ],

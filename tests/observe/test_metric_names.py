@@ -17,7 +17,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 import rlsys
 from rlsys.algorithms.losses import DIVISOR, LossInputs, ValueLoss, policy_loss
-from rlsys.config.algorithm import AlgorithmConfig
+from rlsys.config.algorithm import AlgorithmConfig, LldsConfig
 from rlsys.config.compose import typed
 from rlsys.config.schema import CustomMetric, RunConfig, TrackingConfig
 from rlsys.data.trajectory import Action, Branch, Group, Turn
@@ -86,9 +86,9 @@ def spelled(key: ast.expr | None) -> str:
 def updates() -> dict[str, float]:
     """Metrics of actor and critic for one optimiser step."""
     two = torch.tensor([[-1.0, -2.0]])
-    mask = torch.ones(1, 2, dtype=torch.bool)
-    inputs = LossInputs(two, two, two, mask, torch.ones(1, 2), torch.zeros(1, 2, dtype=torch.int64))
-    _, actor = policy_loss(AlgorithmConfig())(two, two, inputs)
+    mask, alone = torch.ones(1, 2, dtype=torch.bool), torch.zeros(1, 2, dtype=torch.int64)
+    inputs = LossInputs(two, two, -two, mask, torch.ones(1, 2), alone, turns=alone)
+    _, actor = policy_loss(AlgorithmConfig(llds=LldsConfig(0.2)))(two, two, inputs)
     _, critic = ValueLoss(0.5)(two, two, torch.tensor([[0.0, 1.0]]), mask)
     applied = {"grad_norm": 1.0, "lr": 1e-6}
     groups = {"actor": ActorGroup, "critic": CriticGroup}

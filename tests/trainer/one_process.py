@@ -6,6 +6,7 @@ The sampling policy, the trained policy and the reference differ, so that ratios
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 
 import numpy as np
@@ -83,6 +84,8 @@ class OneProcess:
         masks = [one.trajectory.loss_mask for one in SAMPLES]
         self.lengths = np.array([mask.sum() for mask in masks])
         self.episode = torch.tensor(np.arange(len(masks)).repeat(self.lengths))
+        runs = [len(list(run)) for mask in masks for trained, run in groupby(mask) if trained]
+        self.turn = torch.tensor(np.arange(len(runs)).repeat(runs))
         pairs = list(zip(SAMPLES, masks, strict=True))
         tokens = np.concatenate([one.trajectory.tokens[mask] for one, mask in pairs])
         self.y = torch.tensor(tokens, dtype=torch.int64)
@@ -102,6 +105,7 @@ class OneProcess:
             weights=torch.tensor(token_weights(config.aggregation, self.lengths))[self.episode][None],
             sequences=self.episode[None],
             divergence=None if kl is None else kl[None],
+            turns=self.turn[None],
         )
         entropy = -(self.log_p.exp() * self.log_p).sum(-1)
         loss, stats = policy_loss(config)(self.p[None], entropy[None], inputs)

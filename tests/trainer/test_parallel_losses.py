@@ -24,6 +24,8 @@ from rlsys.config.algorithm import (
     GspoLoss,
     KlPlace,
     KlTail,
+    LldsConfig,
+    LldsGate,
     OldLogprobs,
     PolicyGradientLoss,
     PpoLoss,
@@ -87,12 +89,13 @@ CASES = {
         PLAIN,
         policy_loss=GspoLoss(clip_low=0.04, clip_high=0.06),
         aggregation=Aggregation["seq-mean-token-mean"],
+        llds=LldsConfig(0.7, LldsGate.trajectory),
     ),
     "cispo": replace(
         PLAIN, policy_loss=CispoLoss(clip_low=0.15, clip_high=0.3), aggregation=Aggregation["fixed-length"]
     ),
     "policy_gradient": replace(PLAIN, policy_loss=PolicyGradientLoss(), aggregation=Aggregation["seq-mean-token-sum"]),
-    "custom": replace(PLAIN, policy_loss=PARABOLA(PARABOLA.kind)),
+    "custom": replace(PLAIN, policy_loss=PARABOLA(PARABOLA.kind), llds=LldsConfig(0.7)),
     "sapo": replace(PLAIN, policy_loss=SapoLoss(tau_positive=2.0, tau_negative=3.0)),
     "kl-in-reward": replace(PLAIN, kl_coef=0.5, kl_in=KlPlace.reward, kl_estimator=SampledKl("k1")),
     "k3-weighted": replace(DUAL, kl_estimator=SampledKl("k3"), **WEIGHTED),
@@ -200,6 +203,7 @@ def test_cases_have_every_loss_and_aggregation() -> None:
     """A new one must be compared on parallel layouts too."""
     assert {case.policy_loss.kind for case in CASES.values()} == {*POLICY_LOSSES, PARABOLA.kind}
     assert {case.aggregation for case in CASES.values()} == {*Aggregation}
+    assert {case.llds.gate for case in CASES.values() if case.llds.coef} == {LldsGate.turn, LldsGate.trajectory}
 
 
 @pytest.mark.parametrize("layout", [*LAYOUTS, *(pytest.param(name, marks=pytest.mark.slow) for name in MORE_LAYOUTS)])

@@ -33,6 +33,7 @@ def test_each_packed_sequence_is_padded_if_it_is_cut_over_ranks() -> None:
     assert_array_equal(batch.tokens, [[11, 12, 13, 14, 15, 9, 9, 9, 21, 22, 23, 9, 9, 9, 9, 9]])
     assert_array_equal(batch.loss_mask, [[0, 0, 1, 0, 1, 0, 0, 0, 0, 1, 1, 0, 0, 0, 0, 0]])
     assert_array_equal(batch.sequence_numbers, [[0] * 5 + [-1] * 3 + [1] * 3 + [-1] * 5])
+    assert batch.turn_numbers[batch.loss_mask].tolist() == [0, 1, 2, 2]
     assert_array_equal(batch.boundaries, [0, 8, 12, 16])
     assert_array_equal(batch.targets, [13, 15, 22, 23])
     assert_array_equal(batch.trained_lengths, [2, 2])
@@ -76,6 +77,7 @@ def test_rows_are_padded_on_the_right_and_packed_sequences_at_the_end() -> None:
     for batch in (padded, packed):
         assert (batch.trained_tokens, batch.lengths.tolist(), batch.trained_lengths.tolist()) == (4, [5, 3], [2, 2])
         assert_array_equal(batch.targets, [13, 15, 22, 23])
+        assert batch.turn_numbers[batch.loss_mask].tolist() == [0, 1, 2, 2], "15 ends one turn, and 22 begins another"
         assert_array_equal(batch.spread(np.array([0.5, 0.25])) == 0.25, batch.sequence_numbers == 1)
     assert collate([LONG, sample([1, 2], [False, True])], pad_id=0).old_logprobs is None, "one sample has none"
 
@@ -87,6 +89,7 @@ def test_advantages_of_trained_tokens_are_weighted(packed: bool) -> None:
     batch = collate([replace(LONG, weights=weights, advantages=advantages), SHORT], pad_id=0, packed=packed)
     long, short = batch.split(batch.advantages)
     assert_array_equal(long, [0, 0, 1.5, 0, 0])
+    assert np.signbit(long).tolist() == [False, False, False, False, True], "a dropped token keeps its sign"
     assert_array_equal(short, [0, -1.5, -1.5])
 
 
