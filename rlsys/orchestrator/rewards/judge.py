@@ -26,8 +26,6 @@ from typing import Any
 from weakref import WeakValueDictionary
 
 import httpx
-from tenacity import AsyncRetrying, RetryCallState, retry_if_exception_type, stop_after_attempt
-from tenacity.wait import wait_exponential_jitter
 
 from rlsys.config.schema import JUDGE_PLACEHOLDERS, JudgeConfig
 from rlsys.data.answers import exact_match
@@ -35,7 +33,7 @@ from rlsys.data.question import Question
 from rlsys.errors import RunError, UserError, disk_error
 from rlsys.files import parse_json
 from rlsys.observe.metrics import Metric
-from rlsys.search.wire import BodyError, Encoding, read_body
+from rlsys.orchestrator.endpoint import Endpoint, EndpointSettings, beginning
 
 JUDGE_METRICS = (
     Metric("judge/asked", "count", "answers that the judge graded in this step"),
@@ -49,21 +47,13 @@ _THOUGHT_END = "</think>"
 """Separator between reasoning and reply of reasoning models."""
 _MARKER = "Question:"
 """Text before the question in the prompt templates of Search-R1, RLinf and this project."""
-_BUSY = (408, 409, 425, 429)
-"""HTTP statuses below 500 that are retried."""
 _HINTS = {
     401: "check reward.judge.token_env",
     403: "check reward.judge.token_env",
     404: "check reward.judge.url, which ends in /v1, and reward.judge.model",
 }
-_MAX_RETRY_AFTER_S = 60.0
-_KEPT_ALIVE_S = 2.0
-"""Idle time after which a connection is closed. It is below the idle limit of servers (uvicorn: 5 s), because a server
-that closes a connection may cut off a request."""
 _MAX_ANSWER_BYTES = 4 * 1024 * 1024
-"""Largest response body, enough for some hundred thousand tokens. httpx limits headers to 100 KB."""
-_QUOTED_CHARS = 200
-_PAUSE = wait_exponential_jitter(max=30.0, jitter=0.5)
+"""Largest response body, enough for some hundred thousand tokens."""
 
 
 class Judge:
@@ -224,32 +214,25 @@ class Verdicts:
 class ChatEndpoint:
     """Client of an OpenAI-compatible chat endpoint, for one event loop; call `close` at the end.
 
-        retried      time-out, connection error, 408, 409, 425, 429, 5xx, and a body that is not a chat completion, is
-                     compressed or exceeds 4 MiB
-        not retried  other statuses: RunError at once
-
-    Retries pause with exponential back-off and jitter, but at least as long as the Retry-After header demands (capped
-    at 60 s). A cancelled `ask` ends its request and frees its slot. One `ask` lasts at most
-    `(retries + 1) * timeout_s + retries * 60` seconds, plus the waits for a slot and for `requests_per_minute`.
-
-    `transport` replaces the network in tests. Raises UserError if the variable named by `token_env` is not set.
+    `rlsys.orchestrator.endpoint` says what is retried. `transport` replaces the network in tests. Raises UserError if the
+    variable named by `token_env` is not set.
     """
 
     def __init__(self, config: JudgeConfig, transport: httpx.AsyncBaseTransport | None = None) -> None:
-        self._url = f"{(config.url or '').rstrip('/')}/chat/completions"
         self._model = config.model
-        self._timeout_s = config.timeout_s
-        self._tries = config.retries + 1
-        self._places = asyncio.Semaphore(config.max_concurrent)
-        self._gap_s = 60.0 / config.requests_per_minute if config.requests_per_minute else 0.0
-        self._next_turn = 0.0
-        self._http = httpx.AsyncClient(
-            transport=transport,
-            headers={"Accept-Encoding": Encoding.identity} | _authorization(config.token_env),
-            timeout=None,  # httpx would limit only each read; `_try` limits the whole request.
-            limits=httpx.Limits(max_connections=None, keepalive_expiry=_KEPT_ALIVE_S),
-            trust_env=False,
+        settings = EndpointSettings(
+            who="the judge",
+            group="reward.judge",
+            timeout_s=config.timeout_s,
+            retries=config.retries,
+            max_concurrent=config.max_concurrent,
+            max_answer_bytes=_MAX_ANSWER_BYTES,
+            remedy="Check that it runs, raise reward.judge.retries, or remove judge from reward.terms.",
+            hints=_HINTS,
+            token_env=config.token_env,
+            requests_per_minute=config.requests_per_minute,
         )
+        self._endpoint = Endpoint(f"{(config.url or '').rstrip('/')}/chat/completions", settings, transport)
 
     async def ask(self, prompt: str) -> str:
         """Return the reply to `prompt` at temperature 0; empty if the content is null.
@@ -257,101 +240,19 @@ class ChatEndpoint:
         Raises RunError once all tries have failed, or on a status that is not retried.
         """
         body = {"model": self._model, "messages": [{"role": "user", "content": prompt}], "temperature": 0}
-        retrying = AsyncRetrying(
-            stop=stop_after_attempt(self._tries),
-            wait=_pause_s,
-            retry=retry_if_exception_type(_RetryableError),
-            sleep=asyncio.sleep,
-            reraise=True,
-        )
-        async with self._places:
-            try:
-                return await retrying(self._try, body)
-            except _RetryableError as error:
-                raise RunError(
-                    f"the judge at {self._url} gave no usable answer in {self._tries} attempts; the last failure was: "
-                    f"{error}. Check that it runs, raise reward.judge.retries, or remove judge from reward.terms."
-                ) from error
+        return await self._endpoint.post(body, _reply)
 
     async def close(self) -> None:
         """Close the connections."""
-        await self._http.aclose()
-
-    async def _wait_for_turn(self) -> None:
-        """Block until the next free slot of the rate limit `requests_per_minute`."""
-        now = asyncio.get_running_loop().time()
-        moment = max(now, self._next_turn)
-        self._next_turn = moment + self._gap_s
-        await asyncio.sleep(moment - now)
-
-    async def _try(self, body: dict[str, Any]) -> str:
-        await self._wait_for_turn()
-        request = self._http.build_request("POST", self._url, json=body)
-        try:
-            async with asyncio.timeout(self._timeout_s):
-                response = await self._http.send(request, stream=True)
-                try:
-                    content = await read_body(response.headers, response.aiter_raw(), _MAX_ANSWER_BYTES)
-                finally:
-                    await response.aclose()
-        except TimeoutError:
-            raise _RetryableError(f"no answer within {self._timeout_s:g} s") from None
-        except httpx.RequestError as error:
-            raise _RetryableError(f"{type(error).__name__} {error}".strip()) from error
-        except BodyError as error:
-            raise _RetryableError(f"status {response.status_code} with an unusable response: {error}") from None
-        status = response.status_code
-        said = f"status {status} ({_beginning(content)})"
-        if status in _BUSY or response.is_server_error:
-            retry_after = response.headers.get("retry-after", "").strip()  # In seconds; dates are ignored.
-            raise _RetryableError(said, min(_MAX_RETRY_AFTER_S, float(retry_after)) if retry_after.isdecimal() else 0.0)
-        if not response.is_success:
-            hint = _HINTS.get(status, "check the settings under reward.judge")
-            raise RunError(f"the judge at {self._url} responded with {said}: {hint}.")
-        return _reply(content)
-
-
-class _RetryableError(Exception):
-    """Raised for a failed attempt that may succeed when repeated."""
-
-    def __init__(self, reason: str, after_s: float = 0.0) -> None:
-        super().__init__(reason)
-        self.after_s = after_s
-
-
-def _authorization(token_env: str | None) -> dict[str, str]:
-    if token_env is None:
-        return {}
-    token = os.environ.get(token_env, "").strip()
-    if not (token and token.isascii() and token.isprintable()):
-        fault = "has characters that are not printable ASCII" if token else "is not set"
-        raise UserError(
-            f"reward.judge.token_env={token_env} names an environment variable that {fault}: export the endpoint's "
-            f"key as {token_env}, or set reward.judge.token_env to null.",
-            code="malformed" if token else "missing",
-            key="reward.judge.token_env",
-        )
-    return {"Authorization": f"Bearer {token}"}
+        await self._endpoint.close()
 
 
 def _reply(content: bytes) -> str:
-    """Return the text of a chat completion; empty for null, which content filters return."""
+    """Return the text of a chat completion; empty for null, which content filters return. Raises ValueError."""
     try:
         said = json.loads(content)["choices"][0]["message"]["content"]
     except (ValueError, KeyError, IndexError, TypeError, RecursionError):
-        raise _RetryableError(f"an answer that is not a chat completion ({_beginning(content)})") from None
+        raise ValueError(f"an answer that is not a chat completion ({beginning(content)})") from None
     if said is not None and not isinstance(said, str):
-        raise _RetryableError(f"an answer whose content is {type(said).__name__}, not text")
+        raise ValueError(f"an answer whose content is {type(said).__name__}, not text")
     return said or ""
-
-
-def _pause_s(state: RetryCallState) -> float:
-    """Return the pause before the next try: the back-off, but at least the time in Retry-After."""
-    error = state.outcome.exception() if state.outcome else None
-    return max(_PAUSE(state), error.after_s if isinstance(error, _RetryableError) else 0.0)
-
-
-def _beginning(content: bytes) -> str:
-    """Return the beginning of a response body, on one line."""
-    text = content[: 8 * _QUOTED_CHARS].decode("utf-8", "replace")
-    return " ".join(text.split())[:_QUOTED_CHARS] or "empty"
