@@ -1,9 +1,9 @@
 """Compares the presets of configs/algorithm/ on the demo: held-out exact match after a few updates, over seeds.
 
     python -m bench.algorithms                      # every preset, three seeds; about two hours on two cores
-    python -m bench.algorithms --preset grpo --preset ema_pg --seeds 5
+    python -m bench.algorithms --preset grpo --preset grpo_muon --seeds 5
 
-Every run is an `rlsys train` with `algorithm=PRESET`. Weights, questions, episodes and optimiser steps are the same for
+Every run is an `rlsys train` with the settings of its row (`ROWS`): a preset, or GRPO with Muon. Weights, questions, episodes and optimiser steps are the same for
 all presets. Held-out exact match is measured with greedy decoding before the first step and after each step. Results
 are added to outputs/bench/algorithms.json after each run; a seed that the file has with the same steps and questions is
 not repeated.
@@ -32,8 +32,13 @@ from rlsys.config.compose import PROJECT_CONFIGS
 OUT = Path("outputs/bench")
 RESULT = OUT / "algorithms.json"
 PRESETS = tuple(sorted(file.stem for file in (PROJECT_CONFIGS / "algorithm").glob("*.yaml")))
-MORE = {"ema_pg": ("algorithm.ref_policy_ema_update_period=1",)}
-"""Additional settings by preset. EMA-PG's published update period of ten steps is longer than these runs."""
+ROWS: dict[str, tuple[str, ...]] = {
+    **{name: (f"algorithm={name}",) for name in PRESETS},
+    # The published update period of ten steps is longer than these runs.
+    "ema_pg": ("algorithm=ema_pg", "algorithm.ref_policy_ema_update_period=1"),
+    "grpo_muon": ("algorithm=grpo", "actor.optimizer=muon", "actor.optimizer.beta2=0.95"),
+}
+"""Settings of each row of the table: the presets, and GRPO with another optimiser."""
 COLUMNS = 4
 GREY, INK, LEAD = "#c4cad1", "#24292f", "#0b5394"
 
@@ -43,20 +48,20 @@ Results = dict[str, list[Entry]]
 
 
 def main(
-    preset: Annotated[list[str] | None, typer.Option(help="Preset to run; repeat for several. Default: all.")] = None,
+    preset: Annotated[list[str] | None, typer.Option(help="Row to run; repeat for several. Default: all.")] = None,
     seeds: Annotated[int, typer.Option(help="Runs per preset, with seeds 1, 2, ...", min=1)] = 3,
     steps: Annotated[int, typer.Option(help="Steps per run, of four updates each.", min=2)] = 4,
     questions: Annotated[int, typer.Option(help="Held-out questions per evaluation.", min=1)] = 200,
 ) -> None:
     """Run the presets on the demo's world, then print a table and draw curves of all runs with these settings."""
-    unknown = sorted(set(preset or ()) - set(PRESETS))
+    unknown = sorted(set(preset or ()) - set(ROWS))
     if unknown:
-        raise typer.BadParameter(f"--preset {unknown[0]} is not a preset: there are {', '.join(PRESETS)}.")
+        raise typer.BadParameter(f"--preset {unknown[0]} is not a row: there are {', '.join(ROWS)}.")
     console = Console()
     cassette = record_searches()
     results: Results = json.loads(RESULT.read_text()) if RESULT.is_file() else {}
     for seed in range(1, seeds + 1):
-        for name in preset or PRESETS:
+        for name in preset or ROWS:
             if any(_setting(one) == (seed, steps, questions) for one in results.get(name, [])):
                 continue
             console.print(f"{name}, seed {seed} ...", highlight=False)
@@ -77,12 +82,11 @@ def main(
 
 def _entry(name: str, seed: int, steps: int, questions: int, cassette: Path) -> Entry:
     settings = [
-        f"algorithm={name}",
+        *ROWS[name],
         f"trainer.seed={seed}",
         f"trainer.steps={steps}",
         "eval.interval=1",
         f"eval.limit={questions}",
-        *MORE.get(name, ()),
     ]
     run = training_run(OUT / "algorithms" / f"{name}-{seed}", settings, cassette)
     summary = json.loads((run / "summary.json").read_text())

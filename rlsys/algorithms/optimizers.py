@@ -1,4 +1,4 @@
-"""Makes the optimisers that update whole parameters: SGD, and `torch.optim.Optimizer`s from outside of the package.
+"""Makes the optimisers that update whole parameters: SGD, Muon, and `torch.optim.Optimizer`s from outside of the package.
 
 An optimiser gets parameter groups, as in torch.optim, and a learning rate. Before each step its groups get the step's
 `lr` and, if `weight_decay` is one of its settings, that value, or 0 for biases and norms.
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from rlsys.config.custom import Custom, OwnComponent, bound, described, own_component
-from rlsys.config.schema import OptimizerConfig
+from rlsys.config.schema import Dtype, OptimizerConfig
 from rlsys.errors import UserError
 
 Groups = Sequence[dict[str, Any]]
@@ -28,13 +28,100 @@ TRIAL_S = 60.0
 _STEP = "step"
 """State that is one number, equal for all parameters. Every other state has the shape of its parameter."""
 
+OverMatrices = Callable[[Tensor, Callable[[Tensor], Tensor]], Tensor]
+"""(tensor of a parameter's shape, function of a whole matrix) -> what the function makes of each of the parameter's
+matrices, in the parameter's shape."""
+ITERATIONS = 5
+"""Newton-Schulz iterations."""
+COEFFICIENTS = 3.4445, -4.7750, 2.0315
+"""a, b and c: an iteration takes each singular value s to a s + b s^3 + c s^5. Those that begin above 0.003 of the root of
+the sum of squares end between 0.68 and 1.21 (https://kellerjordan.github.io/posts/muon/)."""
+_TINY = 1e-7
+"""Lower bound of a norm that divides; a matrix of zeros stays one."""
+
+
+def orthogonalised(matrix: Tensor) -> Tensor:
+    """Return `matrix` [rows, columns] with its singular values near 1, by Newton-Schulz iterations in its own type."""
+    a, b, c = COEFFICIENTS
+    tall = matrix.shape[0] > matrix.shape[1]
+    found = matrix.T if tall else matrix
+    found = found / found.norm().clamp(min=_TINY)
+    for _ in range(ITERATIONS):
+        gram = found @ found.T
+        found = torch.addmm(found, torch.addmm(gram, gram, gram, beta=b, alpha=c), found, beta=a)
+    return found.T if tall else found
+
+
+class Muon(torch.optim.AdamW):
+    """Steps matrices W by Muon (Jordan et al. 2024), and every other parameter by AdamW.
+
+        m <- momentum m + (1 - momentum) g
+        O  = orthogonalised(momentum m + (1 - momentum) g)
+        W <- W - lr (0.2 sqrt(max(rows, columns)) O + weight_decay W)
+
+    The factor gives O the root mean square of AdamW's updates (Moonlight, arXiv 2502.16982), so `lr` and `weight_decay`
+    are the same for both.
+    """
+
+    def __init__(self, parameters: Groups, momentum: float, dtype: torch.dtype, **adamw: Any) -> None:
+        """Make the optimiser, which orthogonalises in `dtype`; `adamw` are the other arguments of torch's AdamW."""
+        super().__init__(list(parameters), **adamw)
+        self._momentum, self._dtype = momentum, dtype
+        self.matrices: dict[Tensor, OverMatrices] = {
+            one: lambda shard, function: function(shard) for one in _parameters(self) if one.dim() == 2
+        }
+        """Parameters that Muon steps: by default, each that is a matrix."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # noqa: ARG002
+        """Take a step. Gradients of matrices are used up."""
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter not in self.matrices:
+                    continue
+                parameter.mul_(1 - group["lr"] * group["weight_decay"])
+                over = self.matrices[parameter]
+                parameter.sub_(over(self._direction(parameter), self._update), alpha=group["lr"])
+                parameter.grad = None  # AdamW leaves out parameters without a gradient.
+        super().step()
+
+    def _direction(self, parameter: Tensor) -> Tensor:
+        """Return what to orthogonalise, after the gradient has entered the running mean."""
+        state, gradient = self.state[parameter], parameter.grad
+        assert gradient is not None
+        if not state:
+            state |= {_STEP: torch.zeros(()), "momentum_buffer": torch.zeros_like(parameter)}
+        state[_STEP] += 1  # Megatron's checkpoints have one count for all parameters.
+        mean = state["momentum_buffer"].lerp_(gradient, 1 - self._momentum)
+        return gradient.lerp(mean, self._momentum).to(self._dtype)
+
+    @staticmethod
+    def _update(matrix: Tensor) -> Tensor:
+        return orthogonalised(matrix).float().mul_(0.2 * max(matrix.shape) ** 0.5)
+
 
 def sgd(parameters: Groups, lr: float, *, momentum: float, weight_decay: float) -> torch.optim.Optimizer:
     """Return torch's SGD, which keeps a running sum of gradients if `momentum` is above 0."""
     return torch.optim.SGD(list(parameters), lr, momentum, weight_decay=weight_decay)
 
 
-OPTIMIZERS: Mapping[str, Callable[..., torch.optim.Optimizer]] = {"sgd": sgd}
+def muon(
+    parameters: Groups,
+    lr: float,
+    *,
+    momentum: float,
+    newton_schulz_dtype: Dtype,
+    weight_decay: float,
+    beta1: float,
+    beta2: float,
+    eps: float,
+) -> torch.optim.Optimizer:
+    """Return Muon for the parameters that are matrices, until its `matrices` are set, and AdamW for others."""
+    adamw = {"lr": lr, "betas": (beta1, beta2), "eps": eps, "weight_decay": weight_decay}
+    return Muon(parameters, momentum, getattr(torch, newton_schulz_dtype.value), **adamw)
+
+
+OPTIMIZERS: Mapping[str, Callable[..., torch.optim.Optimizer]] = {"sgd": sgd, "muon": muon}
 """Kind of an optimiser -> function; its keyword arguments are the kind's keys."""
 
 

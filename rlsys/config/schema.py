@@ -174,7 +174,7 @@ class AdamwConfig(OptimizerConfig):
 
     kind: Literal["adamw"] = "adamw"
     weight_decay: NotNegative = 0.01
-    """Weight decay: decoupled with `adamw`, added to the gradient with `sgd`. Biases and norms are exempt."""
+    """Weight decay: added to the gradient with `sgd`, else decoupled. Biases and norms are exempt."""
     beta1: Decay = 0.9
     """Decay of the running mean of gradients."""
     beta2: Decay = 0.999
@@ -194,8 +194,24 @@ class SgdConfig(OptimizerConfig):
 
     kind: Literal["sgd"] = "sgd"
     momentum: Decay = 0.0
-    """Decay of the running sum of gradients; 0 keeps none."""
+    """Decay of the running sum of gradients, with `muon` of their mean; `sgd` keeps none at 0."""
     weight_decay: NotNegative = 0.0
+
+
+@dataclass
+class MuonConfig(OptimizerConfig):
+    """Muon for the matrices of attention, MLP and experts, and AdamW for embedding, head, norms, biases and router; see
+    docs/algorithms.md. `lr` and `weight_decay` are in the range of AdamW's. Every data-parallel rank holds its whole
+    state."""
+
+    kind: Literal["muon"] = "muon"
+    momentum: Decay = 0.95
+    newton_schulz_dtype: Dtype = Dtype.bfloat16
+    """Numeric type in which a matrix is orthogonalised. `float32` is exact to rounding and several times slower on a GPU."""
+    weight_decay: NotNegative = 0.01
+    beta1: Decay = 0.9
+    beta2: Decay = 0.999
+    eps: Positive = 1e-8
 
 
 @dataclass
@@ -218,7 +234,7 @@ class ActorConfig:
     """The group that trains the policy."""
 
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
-    optimizer: AdamwConfig | SgdConfig | CustomOptimizer = field(default_factory=AdamwConfig)
+    optimizer: AdamwConfig | SgdConfig | MuonConfig | CustomOptimizer = field(default_factory=AdamwConfig)
     """Optimiser and learning rate."""
     micro_batch_tokens: Tokens = 16384
     """Maximum number of tokens, padding included, in one forward and backward pass on one rank. Lower it when the actor
@@ -241,7 +257,9 @@ class CriticConfig:
     """The group that trains the critic; exists only with an advantage estimator that needs it."""
 
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
-    optimizer: AdamwConfig | SgdConfig | CustomCriticOptimizer = field(default_factory=lambda: AdamwConfig(lr=1e-5))
+    optimizer: AdamwConfig | SgdConfig | MuonConfig | CustomCriticOptimizer = field(
+        default_factory=lambda: AdamwConfig(lr=1e-5)
+    )
     """Optimiser and learning rate."""
     micro_batch_tokens: Tokens = 16384
     """Maximum number of tokens, padding included, in one forward and backward pass on one rank."""

@@ -49,6 +49,7 @@ from rlsys.config.schema import (
     Device,
     GatewayAgent,
     Mode,
+    MuonConfig,
     OnUpdate,
     RunConfig,
     SearchConfig,
@@ -259,6 +260,11 @@ def _optimizers(config: RunConfig) -> Iterator[Problem]:
                     "set both, or leave it out."
                 )
             continue
+        if isinstance(optimizer, MuonConfig) and name == "actor" and config.model.lora.rank:
+            yield Problem.of(
+                f"{key}.kind=muon orthogonalises the updates of whole matrices, but with model.lora.rank="
+                f"{config.model.lora.rank} the actor trains only factors of them: set it to adamw, or the rank to 0."
+            )
         try:
             state_bytes(optimizer)
         except UserError as problem:

@@ -49,7 +49,7 @@ from rlsys.weights.transport import (
     open_sender,
     pack_into,
 )
-from rlsys.weights.weight_map import Cut, Entry, ShardLoader, WeightMap, aligned, packed
+from rlsys.weights.weight_map import Entry, ShardLoader, WeightMap, aligned, packed
 
 
 def update_loader(model: StageModel) -> ShardLoader:
@@ -143,10 +143,7 @@ def whole_tensors(model: PolicyModel, entries: Sequence[Entry]) -> Iterator[tupl
         shard = model.parameters[entry.name].data
         if entry.name in model.adapters:
             shard = model.adapters[entry.name].merged(shard)
-        shards = [shard]
-        if coords.tp_size > 1 and entry.rule.cut is not Cut.WHOLE:
-            shards = [torch.empty_like(shard) for _ in range(coords.tp_size)]
-            dist.all_gather(shards, shard.contiguous(), group=parallel_state.get_tensor_model_parallel_group())
+        shards = model.gathered(entry, shard)
         if coords.in_stage == 0:
             yield from model.weights.merge(entry, shards)
     for entry, held in _experts(model, [entry for entry in entries if entry.expert is not None]):

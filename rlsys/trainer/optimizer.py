@@ -2,7 +2,8 @@
 
 Megatron reduces and clips the gradients, keeps float32 copies of bfloat16 weights, and has AdamW, whose state may be
 sharded over data-parallel ranks. Any other optimiser (`rlsys.algorithms.optimizers`) takes the place of AdamW and gets
-each parameter in float32 as this process holds it: whole, or as its tensor-parallel shard.
+each parameter in float32 as this process holds it: whole, or as its tensor-parallel shard. Muon alone looks beyond a
+shard: each rank gathers the matrices of its shards and orthogonalises them whole, so a step is that of one process.
 
 Communication between data-parallel ranks can overlap with computation:
 
@@ -14,7 +15,8 @@ Communication between data-parallel ranks can overlap with computation:
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from math import cos, isfinite, pi
 from typing import Any
 
@@ -26,11 +28,12 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import param_group_identifier_keys
 from torch import Tensor
 
-from rlsys.algorithms.optimizers import make_optimizer, problem
+from rlsys.algorithms.optimizers import Muon, OverMatrices, make_optimizer, problem
 from rlsys.config.custom import Custom
 from rlsys.config.schema import AdamwConfig, LrDecay, OptimizerConfig
 from rlsys.errors import UserError
 from rlsys.trainer.model.stage_model import CHECKPOINT_METADATA, StageModel
+from rlsys.weights.weight_map import Cut, Entry, halves
 
 
 def wrap(model: StageModel, config: OptimizerConfig) -> DistributedDataParallel:
@@ -112,6 +115,8 @@ class Optimizer:
         for member in self._members:
             groups = [{key: group[key] for key in kept} for group in member.optimizer.param_groups]
             member.optimizer, member.init_state_fn = make_optimizer(config, groups), _keep_state
+            if isinstance(member.optimizer, Muon):
+                member.optimizer.matrices = _matrices(model)
 
     def step(self, rate: float) -> float:
         """Clip, step and clear the gradients, and return their norm before clipping.
@@ -172,8 +177,9 @@ class Optimizer:
                 _load_moments(member, of_member)
 
     def _state(self, model_state: dict[str, Any], loading: bool) -> dict[str, Any]:
-        for member in self._members:
-            _allocate(member.optimizer)
+        if isinstance(self._config, AdamwConfig):
+            for member in self._members:
+                _allocate(member.optimizer)
         state: dict[str, Any] = self._megatron.sharded_state_dict(
             model_state, is_loading=loading, metadata=CHECKPOINT_METADATA
         )
@@ -183,6 +189,27 @@ class Optimizer:
 def _sharding(config: OptimizerConfig) -> AdamwConfig:
     """Return the settings of AdamW; those of a replicated one for any other optimiser, which is not sharded."""
     return config if isinstance(config, AdamwConfig) else AdamwConfig(distributed=False)
+
+
+def _matrices(model: StageModel) -> dict[Tensor, OverMatrices]:
+    """Return the parameters that Muon steps, or their float32 copies."""
+    return {
+        getattr(parameter, "main_param", parameter): partial(_over_matrices, model, model.entries[name])
+        for name, parameter in model.trainable.items()
+        if name in model.entries and model.entries[name].rule.of_matrices
+    }
+
+
+def _over_matrices(model: StageModel, entry: Entry, shard: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
+    """Return this process's shard of what `function` makes of each whole matrix of the parameter `entry`.
+
+    All ranks of a TP group call this together. Query, key and value, and gate and up, are matrices of their own.
+    """
+    tp = (model.coords.tp, model.coords.tp_size) if entry.expert is None else (0, 1)
+    parts: Sequence[Tensor] = [part for _, part in model.weights.merge(entry, model.gathered(entry, shard))]
+    if entry.rule.cut is Cut.GATE_UP:
+        parts = halves(parts)
+    return model.weights.shard(entry, [function(part) for part in parts], *tp)
 
 
 def _keep_state(*_: Any) -> None:

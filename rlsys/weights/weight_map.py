@@ -129,6 +129,11 @@ class Rule:
         """True if every expert of a layer has one such tensor."""
         return "{expert}" in self.megatron[0]
 
+    @property
+    def of_matrices(self) -> bool:
+        """True for the matrices of a layer but the router's, whose rows are vectors of experts."""
+        return self.per_layer and len(self.shapes[0]) == 2 and ".router." not in self.megatron[0]
+
 
 class LayerSpec(Custom):
     """The function that a family's `layer_spec` names."""

@@ -39,6 +39,7 @@ SPOILT: dict[str, dict[str, tuple[str, Code]]] = {
         "algorithm.curation.oversample=0.5": ("algorithm.curation.oversample", "out_of_range"),
         "model.lora.dropout=1": ("model.lora.dropout", "out_of_range"),
         "model.lora.rank=4|model.lora.targets=[q_proj, w_proj]": ("model.lora.targets", "unknown"),
+        "actor.optimizer=muon": ("actor.optimizer.kind", "conflict"),
         "trainer.mini_batches=33": ("trainer.mini_batches", "conflict"),
         "actor.micro_batch_tokens=512": ("actor.micro_batch_tokens", "conflict"),
         "inference.micro_batch_tokens=512": ("inference.micro_batch_tokens", "conflict"),

@@ -101,6 +101,8 @@ def test_settings_of_an_optimiser_are_keys_of_the_config() -> None:
         config_of(LION, "optimizer.distributed=true")
     with refused("conflict", "actor.optimizer.overlap_param_gather"):
         config_of("sgd", "optimizer.overlap_param_gather=true")
+    with refused("conflict", "actor.optimizer.distributed"):
+        config_of("muon", "optimizer.distributed=true")
     with refused("unknown", "actor.optimizer.kind"):
         config_of("adamm")
     with refused("out_of_range", "actor.optimizer.pull"):

@@ -21,7 +21,7 @@ from transformers import (
 
 from rlsys.algorithms.losses import LossFunction, LossInputs, policy_loss
 from rlsys.config.algorithm import AlgorithmConfig, PpoLoss
-from rlsys.config.schema import AdamwConfig, SgdConfig
+from rlsys.config.schema import AdamwConfig, MuonConfig, SgdConfig
 from rlsys.trainer.batches import MicroBatch
 from tests.support.paths import PROJECT
 from tests.support.tensors import randomised
@@ -31,6 +31,7 @@ LOSS = policy_loss(ALGORITHM)
 TEMPERATURE = 0.7
 LOSS_LENGTH = 13
 VOCAB = 100
+Updates = AdamwConfig | MuonConfig | SgdConfig
 
 
 def tiny_config(layers: int = 3, tied: bool = True) -> PretrainedConfig:
@@ -161,8 +162,49 @@ def logprobs_and_entropy(model: torch.nn.Module, tokens: np.ndarray) -> tuple[Te
     return torch.nn.functional.pad(picked, (1, 0)), torch.nn.functional.pad(entropy, (1, 0))
 
 
-def optimizer_of(model: torch.nn.Module, config: AdamwConfig | SgdConfig) -> torch.optim.Optimizer:
-    """torch's AdamW or SGD, which decays only matrices."""
+class Muon(torch.optim.Optimizer):
+    """Muon by singular values for the matrices of layers, and AdamW written out for the rest, both in float64."""
+
+    def __init__(self, model: torch.nn.Module, config: MuonConfig) -> None:
+        super().__init__([{"params": list(model.parameters())}], {"lr": config.lr})
+        self._model, self._config, self._steps = model, config, 0
+        self._weights = {name: one.double() for name, one in named_tensors(model).items()}
+        self._means = {name: torch.zeros_like(one) for name, one in self._weights.items()}
+        self._squares = {name: torch.zeros_like(one) for name, one in self._weights.items()}
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # noqa: ARG002
+        config, rate = self._config, self.param_groups[0]["lr"]
+        self._steps += 1
+        grads = by_checkpoint_names((name, one.grad.double()) for name, one in self._model.named_parameters())  # type: ignore[union-attr]
+        for name, weight in self._weights.items():
+            grad, mean, square = grads[name], self._means[name], self._squares[name]
+            weight *= 1 - rate * config.weight_decay * (weight.dim() == 2)
+            if ".layers." in name and weight.dim() == 2 and not name.endswith(".mlp.gate.weight"):
+                mean += (1 - config.momentum) * (grad - mean)
+                seen = config.momentum * mean + (1 - config.momentum) * grad
+                weight -= rate * 0.2 * max(weight.shape) ** 0.5 * orthogonalised(seen)
+                continue
+            mean += (1 - config.beta1) * (grad - mean)
+            square += (1 - config.beta2) * (grad**2 - square)
+            below = (square / (1 - config.beta2**self._steps)).sqrt() + config.eps
+            weight -= rate * mean / (1 - config.beta1**self._steps) / below
+        for name, tensor in named_tensors(self._model).items():
+            tensor.copy_(self._weights[name])
+
+
+def orthogonalised(matrix: Tensor) -> Tensor:
+    """What five iterations of Keller Jordan's quintic polynomial make of the matrix, by its singular values."""
+    left, values, right = torch.linalg.svd(matrix / matrix.norm(), full_matrices=False)
+    for _ in range(5):
+        values = 3.4445 * values - 4.7750 * values**3 + 2.0315 * values**5
+    return (left * values) @ right
+
+
+def optimizer_of(model: torch.nn.Module, config: Updates) -> torch.optim.Optimizer:
+    """torch's AdamW or SGD, which decays only matrices, or Muon."""
+    if isinstance(config, MuonConfig):
+        return Muon(model, config)
     others: dict[str, Any] = {"params": [p for p in model.parameters() if p.dim() == 1], "weight_decay": 0.0}
     groups = [{"params": [p for p in model.parameters() if p.dim() > 1]}, others]
     if isinstance(config, SgdConfig):
@@ -174,7 +216,7 @@ def optimizer_of(model: torch.nn.Module, config: AdamwConfig | SgdConfig) -> tor
 def train(
     path: Path,
     steps: Sequence[Sequence[MicroBatch]],
-    config: AdamwConfig | SgdConfig,
+    config: Updates,
     rates: Sequence[float],
     aggregation: str = "token-mean",
 ) -> tuple[torch.nn.Module, list[float]]:
@@ -186,7 +228,7 @@ def train(
 def train_model(
     model: torch.nn.Module,
     steps: Sequence[Sequence[MicroBatch]],
-    config: AdamwConfig | SgdConfig,
+    config: Updates,
     rates: Sequence[float],
     aggregation: str = "token-mean",
 ) -> list[float]:

@@ -66,7 +66,12 @@ KL: dict[str, dict[str, Any]] = {
     "sampled, average": {"ref_policy_ema_tau": 0.9},
 }
 """Kind of KL term -> settings of the algorithm."""
-OPTIMIZERS = {"sgd, momentum": schema.SgdConfig(momentum=0.9), "sgd, decay": schema.SgdConfig(weight_decay=0.1)}
+OPTIMIZERS: dict[str, Any] = {
+    "sgd, momentum": schema.SgdConfig(momentum=0.9),
+    "sgd, decay": schema.SgdConfig(weight_decay=0.1),
+    "muon": schema.MuonConfig(),
+    "muon, float32": schema.MuonConfig(newton_schulz_dtype=schema.Dtype.float32),
+}
 """Optimisers other than AdamW."""
 
 
@@ -89,8 +94,7 @@ class Case:
         """Config of a run whose measured group has the first ranks to itself."""
         layout = self.layout
         packing = schema.Packing.packed if self.packed else schema.Packing.padded
-        optimizer: Any = schema.AdamwConfig(distributed=layout.distributed)
-        optimizer = OPTIMIZERS.get(self.optimizer, optimizer)
+        optimizer = OPTIMIZERS.get(self.optimizer, schema.AdamwConfig(distributed=layout.distributed))
         critic = self.group == "critic"
         placement = {"actor": "100", "inference": "101", "rollout": "102"}
         placement[self.group] = f"0-{layout.processes - 1}"
@@ -110,7 +114,7 @@ class Case:
 
 QUICK = [
     Case(Layout(tp=2, sequence_parallel=True, recompute=True)),
-    Case(dtype=schema.Dtype.bfloat16, optimizer="sgd, momentum"),
+    Case(dtype=schema.Dtype.bfloat16, optimizer="muon"),
     Case(dtype=schema.Dtype.bfloat16, rank=16),
 ]
 LAYOUTS = [
@@ -139,6 +143,10 @@ GRID = [
     Case(Layout(recompute=True), kl="top 128"),
     Case(Layout(dp=2, tied=False), group="critic", shape="llama", optimizer="sgd, decay"),
     Case(group="inference", kl="top 128"),
+    Case(dtype=schema.Dtype.bfloat16, optimizer="sgd, momentum"),
+    Case(Layout(tp=2), optimizer="muon, float32"),
+    Case(Layout(tp=2, ep=2, sequence_parallel=True, tied=False), "moe", optimizer="muon"),
+    Case(Layout(tp=2), "llama", "critic", optimizer="muon"),
     Case(Layout(recompute=True), rank=16),
     Case(Layout(tp=2, sequence_parallel=True), rank=16),
     Case(group="inference", rank=16),
@@ -188,6 +196,12 @@ def _measure(group: Group, folder: Path, case: Case) -> None:
     )
     estimate = stage_memory(StageRank(config, read_architecture(config.model.path), case.group, worker.coords.pp, load))
     _check(estimate, always, meter.peak)
+    if isinstance(worker, Learner) and case.optimizer.startswith("muon"):
+        worker.accumulate(batches)
+        meter = MemoryMeter(_resident(worker))
+        with meter:
+            worker.apply()
+        assert estimate.parts["step"] == pytest.approx(meter.peak - always, rel=TOLERANCE)
 
 
 def _unmetered(function: Callable[..., Any]) -> Callable[..., Any]:

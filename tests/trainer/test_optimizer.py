@@ -1,4 +1,4 @@
-"""Tests of the optimiser: SGD, overlapped communication, the learning rate, and parameters that are treated apart."""
+"""Tests of the optimiser: SGD, Muon, overlapped communication, the learning rate, and parameters that are treated apart."""
 
 import functools
 from dataclasses import replace
@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from rlsys.config.schema import AdamwConfig, Dtype, LrDecay, OptimizerConfig, SgdConfig
+from rlsys.config.schema import AdamwConfig, Dtype, LrDecay, MuonConfig, OptimizerConfig, SgdConfig
 from rlsys.trainer import optimizer as adam
 from rlsys.trainer.actor import Actor
 from rlsys.trainer.model.stage_model import PolicyModel, TargetLogitsModel
@@ -98,6 +98,10 @@ def test_learning_rate_warms_up_and_decays_to_its_minimum(
 
 
 SGD = SgdConfig(lr=0.05, momentum=0.9, weight_decay=0.1, clip_grad=2.0, decay=LrDecay.linear)
+MUON = MuonConfig(
+    lr=0.02, newton_schulz_dtype=Dtype.float32, weight_decay=0.1, eps=1e-2, clip_grad=2.0, decay=LrDecay.linear
+)
+"""Muon whose rounding stays small: a large epsilon keeps AdamW from magnifying that of tiny gradients."""
 BATCHES = [reference.make_batches(4, seed=step) for step in range(STEPS)]
 
 
@@ -106,11 +110,13 @@ def _take(actor: Actor, step: int) -> float:
     return actor.apply().grad_norm
 
 
-def _sgd(group: Group, layout: Layout, model: Path, dtype: Dtype, folder: Path) -> dict[str, Any]:
+def _steps(
+    group: Group, layout: Layout, model: Path, dtype: Dtype, optimizer: OptimizerConfig, folder: Path
+) -> dict[str, Any]:
     """Train, saving before every step, and once more from each checkpoint."""
 
     def new() -> Actor:
-        return make_actor(group, model, layout.parallel, SGD, dtype=dtype, recompute=layout.recompute)
+        return make_actor(group, model, layout.parallel, optimizer, dtype=dtype, recompute=layout.recompute)
 
     actor = new()
     actor.load_hf(model)
@@ -119,8 +125,7 @@ def _sgd(group: Group, layout: Layout, model: Path, dtype: Dtype, folder: Path) 
         actor.begin_save(folder / str(step))
         norms.append(_take(actor, step))
         actor.finish_save()
-    state = sum(one.numel() for one in actor._optimizer.tensors())
-    results = {"norms": norms, "trained": weights_of(actor), "resumed": [], "state": state}
+    results = {"norms": norms, "trained": weights_of(actor), "resumed": []}
     # The actor that has trained takes up the state as of its beginning, new ones that of each step.
     for step in (0, *range(STEPS)):
         assert actor.load(folder / str(step))
@@ -132,31 +137,62 @@ def _sgd(group: Group, layout: Layout, model: Path, dtype: Dtype, folder: Path) 
 
 
 @pytest.mark.parametrize(
-    ("layout", "dtype"),
+    ("optimizer", "layout", "dtype"),
     [
-        pytest.param(Layout(tp=2, sequence_parallel=True), Dtype.float32, id="tp2"),
-        pytest.param(Layout(), Dtype.bfloat16, id="one rank, bfloat16"),
-        pytest.param(Layout(dp=2, pp=2, recompute=True), Dtype.float32, id="dp2-pp2", marks=pytest.mark.slow),
-        pytest.param(Layout(dp=2, ep=2, tied=False), Dtype.float32, id="dp2-experts", marks=pytest.mark.slow),
+        pytest.param(SGD, Layout(tp=2, sequence_parallel=True), Dtype.float32, id="sgd, tp2"),
+        pytest.param(SGD, Layout(), Dtype.bfloat16, id="sgd, bfloat16"),
+        pytest.param(SGD, Layout(dp=2, pp=2, recompute=True), Dtype.float32, id="sgd, dp2-pp2", marks=pytest.mark.slow),
+        pytest.param(SGD, Layout(dp=2, ep=2, tied=False), Dtype.float32, id="sgd, experts", marks=pytest.mark.slow),
+        pytest.param(MUON, Layout(tp=2, sequence_parallel=True), Dtype.float32, id="muon, tp2"),
+        pytest.param(MUON, Layout(pp=2, pp_layers=(2, 1)), Dtype.float32, id="muon, pp2"),
+        pytest.param(MUON, Layout(), Dtype.bfloat16, id="muon, bfloat16", marks=pytest.mark.slow),
+        pytest.param(MUON, Layout(dp=2, ep=2, tied=False), Dtype.float32, id="muon, experts", marks=pytest.mark.slow),
+        pytest.param(
+            MUON,
+            Layout(tp=2, ep=2, sequence_parallel=True, tied=False),
+            Dtype.float32,
+            id="muon, tp2-experts",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
-def test_sgd_equals_that_of_torch_and_resumes_exactly(layout: Layout, dtype: Dtype, tmp_path: Path) -> None:
+def test_steps_equal_those_of_a_reference_and_resume_exactly(
+    optimizer: reference.Updates, layout: Layout, dtype: Dtype, tmp_path: Path
+) -> None:
+    """The references are torch's SGD in float32, and Muon by singular values in float64."""
     make = reference.tiny_qwen3_moe if layout.ep > 1 else reference.tiny_config
-    model = reference.make_model(make(layers=2, tied=layout.tied), tmp_path / "model")
-    ranks = on_ranks(_sgd, layout.processes, layout, model, dtype, tmp_path)
+    path = reference.make_model(make(layers=sum(layout.pp_layers or (2,)), tied=layout.tied), tmp_path / "model")
+    ranks = on_ranks(_steps, layout.processes, layout, path, dtype, optimizer, tmp_path)
     found = ranks[0]
     for resumed in found["resumed"]:
         assert all(torch.equal(resumed[name], tensor) for name, tensor in found["trained"].items())
     if dtype is Dtype.bfloat16:
         return
-    rates = [adam.learning_rate(step, TOTAL_STEPS, SGD) for step in range(STEPS)]
-    trained, norms = reference.train(model, BATCHES, SGD, rates)
+    rates = [adam.learning_rate(step, TOTAL_STEPS, optimizer) for step in range(STEPS)]
+    before, model = reference.named_tensors(reference.load(path)), reference.load(path)
+    norms = reference.train_model(model, BATCHES, optimizer, rates)
     assert found["norms"] == pytest.approx(norms, rel=1e-4)
-    assert max(norms) > SGD.clip_grad, "clipping must take effect"
-    before = reference.named_tensors(reference.load(model))
-    for name, tensor in reference.named_tensors(trained).items():
+    assert max(norms) > optimizer.clip_grad, "clipping must take effect"
+    for name, tensor in reference.named_tensors(model).items():
         torch.testing.assert_close(found["trained"][name], tensor, rtol=2e-5, atol=2e-5, msg=name)
     assert any((found["trained"][name] - tensor).abs().max() > 1e-3 for name, tensor in before.items())
+
+
+def _last_step(group: Group, model: Path, folder: Path) -> dict[str, torch.Tensor]:
+    actor = make_actor(group, model, optimizer=MUON)
+    actor.load(folder)
+    _take(actor, STEPS - 1)
+    return weights_of(actor)
+
+
+@pytest.mark.slow
+def test_momentum_of_shards_resumes_in_one_process(tmp_path: Path) -> None:
+    layout = Layout(tp=2, pp=2, pp_layers=(2, 1), tied=False)
+    path = reference.make_model(reference.tiny_config(layers=3, tied=False), tmp_path / "model")
+    trained = on_ranks(_steps, 4, layout, path, Dtype.float32, MUON, tmp_path)[0]["trained"]
+    (resumed,) = on_ranks(_last_step, 1, path, tmp_path / str(STEPS - 1))
+    for name, tensor in trained.items():
+        torch.testing.assert_close(resumed[name], tensor, rtol=2e-5, atol=2e-5, msg=name)
 
 
 class Probed(TargetLogitsModel):

@@ -9,7 +9,7 @@ from rlsys.apps.planner.costs import Costs
 from rlsys.apps.planner.estimate import generation_s
 from rlsys.apps.planner.workload import Workload
 from rlsys.cluster.planning.cost import SPEEDS
-from rlsys.cluster.planning.memory import count_parameters, group_memory, state_bytes
+from rlsys.cluster.planning.memory import count_parameters, group_memory, matrix_share, state_bytes
 from rlsys.cluster.planning.placement import parse_placement
 from rlsys.config.derived import has_critic, megatron_groups
 from rlsys.config.schema import InferenceConfig, RunConfig
@@ -72,7 +72,8 @@ def checkpoint_s(config: RunConfig, model: Architecture, device: str, workload: 
             continue
         parts = group_memory(config, model, name).parts
         staged = max(staged, parts["parameters"] + parts["optimizer"])
-        written += count_parameters(model) * (state_bytes(settings.optimizer) + MASTER_BYTES)
+        state = state_bytes(settings.optimizer, matrix_share(model))
+        written += count_parameters(model) * (state + MASTER_BYTES)
     rate = workload.disk_gb_s * 1e9 * config.cluster.nodes
     copied = staged / speed.host
     return copied if config.checkpoint.background else copied + (written / rate if rate else inf)

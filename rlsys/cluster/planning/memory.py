@@ -48,6 +48,7 @@ from rlsys.config.schema import (
     InferenceConfig,
     Layers,
     Mode,
+    MuonConfig,
     OptimizerConfig,
     Packing,
     RunConfig,
@@ -179,14 +180,20 @@ class StageRank:
 
     def _count_parameters(self) -> None:
         """Count the parameters of this rank under TP, PP and EP."""
-        self.shared = self.experts = self.largest = 0.0
+        self.shared = self.experts = self.matrices = self.largest = self.largest_other = 0.0
         for rule, count in self._rules():
             size = self._cut(rule)
+            held = size * count
             if rule.per_expert:
-                self.experts += size * count * self.model.experts / self.parallel.ep
+                held *= self.model.experts / self.parallel.ep
+                self.experts += held
             else:
-                self.shared += size * count
+                self.shared += held
             self.largest = max(self.largest, size if count else 0.0)
+            if rule.of_matrices:
+                self.matrices += held
+            else:
+                self.largest_other = max(self.largest_other, size if count else 0.0)
         self.parameters = self.shared + self.experts
         # What the optimiser trains: the adapters alone in a policy that has them.
         trained, of_experts, self.largest_trained = self.shared, self.experts, self.largest
@@ -238,7 +245,8 @@ def stage_memory(rank: StageRank) -> GroupMemory:
     policy = rank.group != "inference" or bool(rank.adapters) or scores_with_policy(rank.config.algorithm)
     always = {"parameters": rank.parameters * rank.item if policy else 0.0, "runtime": _runtime(rank)}
     if rank.optimizer is not None:
-        always |= {"gradients": rank.trained * 4, "optimizer": rank.shard * (state_bytes(rank.optimizer) + master)}
+        state = state_bytes(rank.optimizer, rank.matrices / rank.trained)
+        always |= {"gradients": rank.trained * 4, "optimizer": rank.shard * (state + master)}
     # With adapters, the reference is the policy without them.
     if holds_reference(rank.config, rank.group) and not rank.adapters:
         average = master if rank.config.algorithm.ref_policy_ema_tau < 1 else 0
@@ -249,10 +257,23 @@ def stage_memory(rank: StageRank) -> GroupMemory:
     return GroupMemory({name: size for name, size in (always | passing | later).items() if size}, total)
 
 
-def state_bytes(optimizer: OptimizerConfig) -> float:
-    """Return the bytes of an optimiser's state per parameter, without the weight and its float32 copy."""
+@cache
+def matrix_share(model: Architecture) -> float:
+    """Return the share of a model's parameters that are in matrices that Muon steps."""
+    sizes = ((rule, sum(map(prod, rule.shapes)) * model.layers) for rule in rules_of(model) if rule.of_matrices)
+    matrices = sum(size * (model.experts if rule.per_expert else 1) for rule, size in sizes)
+    return matrices / count_parameters(model)
+
+
+def state_bytes(optimizer: OptimizerConfig, matrices: float = 0.0) -> float:
+    """Return the bytes of an optimiser's state per parameter, without the weight and its float32 copy.
+
+    `matrices` is the share of parameters that Muon steps, if it is the optimiser; 0 gives the most that it may keep.
+    """
     if isinstance(optimizer, AdamwConfig):
         return 8.0  # Two float32 moments.
+    if isinstance(optimizer, MuonConfig):
+        return 8.0 - 4.0 * matrices  # One float32 momentum of a matrix.
     # Imported here, because torch takes seconds to import.
     from rlsys.algorithms import optimizers
 
@@ -350,12 +371,37 @@ def _optimizer_step(rank: StageRank) -> float:
     """Return the temporary bytes of an optimiser's step."""
     if rank.optimizer is None:
         return 0.0
+    if isinstance(rank.optimizer, MuonConfig):
+        one_by_one = rank.config.cluster.device is Device.cpu
+        others = 4 * 2 * rank.largest_other if one_by_one else 4 * (rank.trained - rank.matrices)
+        return max(others, *(_muon_step(rank, rule) for rule, count in rank._rules() if count and rule.of_matrices))
     if rank.config.cluster.device is Device.cpu:
         # gloo copies a buffer of gradients; then the optimiser updates one parameter at a time.
         sharded = isinstance(rank.optimizer, AdamwConfig) and rank.optimizer.distributed
         return 4 * rank.largest_buffer if sharded else 4 * 2 * rank.largest_trained
     # torch's optimisers update all parameters at once; Transformer Engine's AdamW needs no temporary tensors.
     return 0.0 if rank.engine and isinstance(rank.optimizer, AdamwConfig) else 4 * rank.shard
+
+
+def _muon_step(rank: StageRank, rule: Rule) -> float:
+    """Return the temporary bytes of Muon's step of one parameter: `rlsys.trainer.optimizer` and `algorithms.optimizers`.
+
+    Its direction is kept until the step. The matrices are a copy if TP ranks gather them or their rows are interleaved.
+    Each becomes float32 in turn, and at the end they are joined again.
+    """
+    assert isinstance(rank.optimizer, MuonConfig)
+    item, tp = BYTES[rank.optimizer.newton_schulz_dtype], 1 if rule.per_expert else rank.parallel.tp
+    whole, gathers, interleaved = sum(map(prod, rule.shapes)), tp > 1 and rule.cut is not Cut.WHOLE, rule.cut is Cut.QKV
+    direction = item * rank._cut(rule)
+    before = direction + item * whole * (gathers or interleaved)
+    peak = before + item * whole * (gathers + (gathers and interleaved))
+    done = 0.0
+    for rows, columns in rule.shapes:
+        size, gram = rows * columns, min(rows, columns) ** 2
+        peak = max(peak, before + done + max(2 * item * (size + gram), (4 + item * (item < 4)) * size))
+        done += 4 * size
+    joined = {Cut.QKV: 4 * whole, Cut.GATE_UP: 4 * rank._cut(rule)}.get(rule.cut, 0.0)
+    return max(peak, before + done + joined)
 
 
 def _runtime(rank: StageRank) -> float:

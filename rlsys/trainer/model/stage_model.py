@@ -54,6 +54,7 @@ from rlsys.weights.checkpoint import sharded
 from rlsys.weights.lora import A, B, adapter_map, weight_of
 from rlsys.weights.weight_map import (
     Architecture,
+    Cut,
     Entry,
     WeightMap,
     expert_block,
@@ -251,6 +252,14 @@ class StageModel:
         """Floating-point tensors of a checkpoint: parameters and persistent buffers."""
         state = self.module.state_dict(keep_vars=True)
         return [value for value in state.values() if isinstance(value, Tensor) and value.is_floating_point()]
+
+    def gathered(self, entry: Entry, shard: Tensor) -> list[Tensor]:
+        """Return the shards of a parameter, or of a tensor cut like it, of all TP ranks, which call this together."""
+        if self.coords.tp_size == 1 or entry.expert is not None or entry.rule.cut is Cut.WHOLE:
+            return [shard]
+        shards = [torch.empty_like(shard) for _ in range(self.coords.tp_size)]
+        torch.distributed.all_gather(shards, shard.contiguous(), group=parallel_state.get_tensor_model_parallel_group())
+        return shards
 
     def _built(self, layers: Layers) -> TargetModel:
         """Return the module on the CPU. Raises UserError if the layers of a family of the user's cannot be built."""
