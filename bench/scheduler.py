@@ -26,7 +26,8 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from rlsys.data.question import PromptSource, Question
+from rlsys.data.prompt_source import PromptSource
+from rlsys.data.question import Question
 from rlsys.data.trajectory import Finish, Group, Sample, Scores, Trajectory
 from rlsys.orchestrator.pipeline.rollout_pipeline import Handlers, RolloutPipeline, ScoreBatchSize
 from rlsys.orchestrator.pipeline.scheduler import StalenessScheduler

@@ -4,7 +4,7 @@ A key's bounds and unit are in its type; its explanation is the string literal u
 key are found by following types through the syntax trees. An attribute counts as read only if the expression before it
 is known to have the class that owns it: `engine.tp` does not read `ParallelConfig.tp`. Types are followed through
 annotations, attributes of the code's own classes, assignments (also of tuples, and of either branch), loops over
-literal tuples and `dataclasses.replace`. Other reads do not count, so the result may miss files but never adds one. A
+literal tuples, maps of groups and `dataclasses.replace`. Other reads do not count, so the result may miss files but never adds one. A
 file that calls a function of config/derived.py counts as a reader of the keys that the function reads.
 """
 
@@ -29,7 +29,7 @@ from typing import Any, Literal, Union, cast, get_args, get_origin, get_type_hin
 import rlsys
 from rlsys.config.bounds import limits_of
 from rlsys.config.custom import REQUIRED
-from rlsys.config.schema import RunConfig, choices, is_custom, own_class, schema_groups, variants
+from rlsys.config.schema import RunConfig, choices, group_of_map, is_custom, own_class, schema_groups, variants
 
 Read = tuple[str, str]
 """(class of the schema, field)"""
@@ -205,6 +205,8 @@ def _type(hint: Any) -> str:
         return "null"
     if is_custom(hint):
         return "components"
+    if is_dataclass(hint):
+        return "group of keys"
     if get_origin(hint) in (Union, UnionType):
         return " or ".join(_type(part) for part in get_args(hint))
     if get_origin(hint) is list:
@@ -232,9 +234,10 @@ def _cell(text: str) -> str:
 
 def schema_classes(root: type) -> dict[str, Types]:
     """Return class name -> field -> name of the field's type, for `root`, its bases and all classes in it; members of a
-    union, and the values of a literal, joined by |."""
+    union, and the values of a literal, joined by |; of a map of groups, the class of the groups."""
     hints = get_type_hints(root)
-    parts = {name: [part.__name__ for part in variants(hint).values()] for name, hint in hints.items()}
+    groups = {name: [*variants(hint).values(), *filter(None, [group_of_map(hint)])] for name, hint in hints.items()}
+    parts = {name: [part.__name__ for part in found] for name, found in groups.items()}
     found = {
         root.__name__: {
             name: "|".join(parts[name] or _literals(hint)) or getattr(hint, "__name__", "")
@@ -242,7 +245,7 @@ def schema_classes(root: type) -> dict[str, Types]:
         }
     }
     bases = [base for base in root.__bases__ if is_dataclass(base)]
-    for part in chain(bases, *(variants(hint).values() for hint in hints.values())):
+    for part in chain(bases, *groups.values()):
         found |= schema_classes(part)
     return found
 
@@ -397,6 +400,12 @@ def _bind(function: ast.AST, types: Locals, known: Mapping[str, Types]) -> None:
         elif isinstance(node, ast.For | ast.comprehension) and isinstance(node.iter, ast.Tuple):
             for each in node.iter.elts:
                 _bind_one(node.target, each, types, known)
+        elif isinstance(node, ast.For | ast.comprehension):
+            match node.iter, node.target:
+                case ast.Call(func=ast.Attribute(value=groups, attr="items")), ast.Tuple(elts=[_, group]):
+                    _bind_one(group, groups, types, known)
+                case ast.Call(func=ast.Attribute(value=groups, attr="values")), group:
+                    _bind_one(group, groups, types, known)
 
 
 def _bind_one(target: ast.expr, value: ast.expr, types: Locals, known: Mapping[str, Types]) -> None:
@@ -416,6 +425,8 @@ def _classes_of(node: ast.expr, types: Locals, known: Mapping[str, Types]) -> se
             owners = _classes_of(node.value, types, known)
             names = (known[owner][node.attr] for owner in owners if node.attr in known.get(owner, {}))
             return {one for name in names for one in name.split("|")}
+        case ast.Call(func=ast.Attribute(value=groups, attr="get")):  # Of a map of groups.
+            return _classes_of(groups, types, known)
         case ast.IfExp():
             return _classes_of(node.body, types, known) | _classes_of(node.orelse, types, known)
         case ast.Call(func=ast.Name(id="replace"), args=[first, *_]):

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from bench.chaos.faults import PARTS, Fault
-from rlsys.data.question import SourceState
+from rlsys.data.prompt_source import SourceState
 from rlsys.errors import without_code
 from rlsys.observe.status import FAILED
 

@@ -41,9 +41,11 @@ from rlsys.config.schema import (
     common_keys,
     field_types,
     free_maps,
+    group_of_map,
     is_custom,
     is_union,
     kinds_in_words,
+    leaf_types,
     own_class,
     schema_keys,
     unions,
@@ -118,6 +120,8 @@ _FREE = (
 )
 """Exceptions to `_LEARNS`: keys that do not affect learning. Paths may change because the content of the questions is
 compared."""
+_FREE_OF_SOURCES = re.compile(r"task\.sources\.[^.]+\.(train|eval)_path")
+"""The same exceptions in `task.sources`."""
 
 
 def load_config(name: str, overrides: Sequence[str] = (), config_dir: Path | None = None) -> RunConfig:
@@ -251,7 +255,7 @@ def _opened(override: str, folder: Path = PROJECT_CONFIGS) -> str:
         return override
     for name in free_maps():
         inner = key.removeprefix(f"{name}.")
-        if inner != key and "." in inner:
+        if inner != key and "." in inner and group_of_map(leaf_types()[name]) is None:
             return f"++{name}={{{inner}: {value}}}"
     return f"++{key}={value}"
 
@@ -333,16 +337,11 @@ def typed(tree: Any, hint: Any, key: str = "") -> Any:
     arguments = get_args(hint)
     if type(None) in arguments:
         return None if tree is None else typed(tree, arguments[0], key)
-    if own := own_class(hint):
-        name = key.removeprefix(f"{own.key}.")
-        if isinstance(tree, Mapping) and "." in name:
-            return _typed_as(custom_variant(own, name), tree, key)
-        return typed(tree, arguments[0], key)
     match get_origin(hint), tree:
         case builtins.list, list():
             return [typed(each, arguments[0], f"{key}[{place}]") for place, each in enumerate(tree)]
         case builtins.dict, dict() if all(isinstance(name, str) for name in tree):
-            return {name: typed(each, arguments[1], f"{key}.{name}") for name, each in tree.items()}
+            return {name: _typed_entry(name, each, arguments[1], f"{key}.{name}") for name, each in tree.items()}
         case None, _ if type(tree) in _TAKEN.get(hint, ()):
             with suppress(ValueError):
                 return _truth(tree) if hint is bool else hint(tree)
@@ -351,6 +350,16 @@ def typed(tree: Any, hint: Any, key: str = "") -> Any:
     if choices(hint):
         raise _is_not(key, tree, " or ".join(choices(hint)), "unknown")
     raise _is_not(key, tree, _WORDS[get_origin(hint) or hint])
+
+
+def _typed_entry(name: str, tree: Any, hint: Any, key: str) -> Any:
+    """Convert the entry `name` of a map to `hint`, which may be a plain value or the settings of a component `name`."""
+    own = None if is_custom(hint) else own_class(hint)
+    if own is None:
+        return typed(tree, hint, key)
+    if isinstance(tree, Mapping) and "." in name:
+        return _typed_as(custom_variant(own, name), tree, key)
+    return typed(tree, get_args(hint)[0], key)
 
 
 def _typed_group(tree: Any, hint: Any, key: str) -> Any:
@@ -448,7 +457,7 @@ def _must_stay(key: str, config: RunConfig) -> bool:
         # With decay or warm-up, the number of steps affects the learning rate from the first step on.
         optimizers = (config.actor.optimizer, config.critic.optimizer)
         return any(one.decay is not LrDecay.constant or one.warmup_fraction > 0 for one in optimizers)
-    return key.startswith(_LEARNS) and key not in _FREE
+    return key.startswith(_LEARNS) and key not in _FREE and not _FREE_OF_SOURCES.fullmatch(key)
 
 
 def _flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import replace
 from itertools import pairwise
+from typing import NamedTuple
 
 from rlsys.config.algorithm import (
     CRITIC,
@@ -26,9 +29,12 @@ from rlsys.config.schema import (
     InferenceConfig,
     Layers,
     OnUpdate,
+    RewardConfig,
     RunConfig,
     SamplingConfig,
     SearchConfig,
+    SourceConfig,
+    TaskConfig,
 )
 from rlsys.errors import UserError
 
@@ -190,3 +196,55 @@ def loss_length(config: RunConfig) -> int:
     """Return the divisor of the aggregation `fixed-length`, in tokens."""
     given = config.algorithm.loss_length
     return given if given is not None else config.task.max_total_tokens - config.task.max_prompt_tokens
+
+
+class QuestionFile(NamedTuple):
+    """A file of questions, and the key that names it."""
+
+    source: str
+    """Name of the file's source in `task.sources`; empty for a task without sources."""
+    key: str
+    path: str
+
+
+def train_files(task: TaskConfig) -> list[QuestionFile]:
+    """Return the files of training questions: one of the task, or one of each source."""
+    of_sources = {name: source.train_path for name, source in task.sources.items()}
+    return _question_files("train_path", task.train_path, of_sources)
+
+
+def heldout_files(task: TaskConfig) -> list[QuestionFile]:
+    """Return the files of held-out questions: one of the task, or those of the sources that have one."""
+    of_sources = {name: source.eval_path for name, source in task.sources.items()}
+    return _question_files("eval_path", task.eval_path, of_sources)
+
+
+def _question_files(name: str, of_task: str | None, of_sources: Mapping[str, str | None]) -> list[QuestionFile]:
+    if not of_sources:
+        return [] if of_task is None else [QuestionFile("", f"task.{name}", of_task)]
+    given = [(source, path) for source, path in of_sources.items() if path is not None]
+    return [QuestionFile(source, source_key(source, name), path) for source, path in given]
+
+
+def source_key(source: str, name: str) -> str:
+    """Return the dotted key of a source's key `name`."""
+    return f"task.sources.{source}.{name}"
+
+
+def task_of(task: TaskConfig, name: str) -> TaskConfig:
+    """Return the task of the questions of a source: with its tools and limits; `task` itself for a name without source."""
+    source = task.sources.get(name)
+    if source is None:
+        return task
+    return replace(
+        task,
+        tools=task.tools if source.tools is None else source.tools,
+        max_turns=task.max_turns if source.max_turns is None else source.max_turns,
+        max_turn_tokens=task.max_turn_tokens if source.max_turn_tokens is None else source.max_turn_tokens,
+        max_total_tokens=task.max_total_tokens if source.max_total_tokens is None else source.max_total_tokens,
+    )
+
+
+def reward_of(reward: RewardConfig, source: SourceConfig) -> RewardConfig:
+    """Return the reward of the questions of a source."""
+    return reward if source.reward is None else replace(reward, terms=source.reward)

@@ -434,13 +434,60 @@ class CustomTool(Custom):
 
 
 @dataclass
-class TaskConfig:
-    """Questions, tools and limits of an episode."""
+class SourceConfig:
+    """One source of questions. Its name has letters, digits and underscores, a letter first. What is null is as in `task`
+    and `reward`; see docs/how-to/sources.md."""
 
     train_path: str = REQUIRED
     """Training questions: jsonl or parquet file in Search-R1's row format."""
-    eval_path: str = REQUIRED
-    """Held-out questions, in the same format."""
+    eval_path: str | None = None
+    """Held-out questions, in the same format, which are evaluated with the source's tools and limits; null is none."""
+    weight: Positive = 1.0
+    """Share of the new prompts, relative to the weights of the other sources."""
+    reward: dict[str, float | CustomReward] | None = None
+    """Weight of each term of the reward, instead of `reward.terms`; the settings of the terms are those of `reward`."""
+    pass_reward: Annotated[NotNegative, Unit("reward")] | None = None
+    """Reward from which an episode passes, for `task.curriculum` and the metric `pass_rate`; null: an episode whose answer
+    matches exactly passes."""
+    tools: list[CustomTool] | None = None
+    """Tools besides the search, instead of `task.tools`."""
+    search: bool | None = None
+    """Let the policy search; null is `search.enabled`, without which true is refused."""
+    max_turns: Annotated[Whole, Unit("turns")] | None = None
+    """As `task.max_turns`, and at most that."""
+    max_turn_tokens: Tokens | None = None
+    """As `task.max_turn_tokens`, and at most that."""
+    max_total_tokens: Tokens | None = None
+    """As `task.max_total_tokens`, and at most that."""
+
+
+@dataclass
+class CurriculumConfig:
+    """Schedule of the sources by difficulty: a source that the policy passes nearly always or nearly never is drawn less
+    often. See docs/how-to/sources.md."""
+
+    easy_threshold: Share | None = None
+    """Pass rate of a source from which it is easy; null calls none easy."""
+    hard_threshold: Share | None = None
+    """Pass rate of a source up to which it is hard; null calls none hard."""
+    factor: Annotated[float, Gt(0), Lt(1)] = 0.1
+    """Factor on the weight of a source while it is easy or hard. It is above 0, so that the pass rate stays known."""
+    window: Annotated[Count, Unit("groups")] = 64
+    """Number of last rewarded prompt groups of a source that give its pass rate. Before it has so many, it is neither easy
+    nor hard."""
+
+
+@dataclass
+class TaskConfig:
+    """Questions, tools and limits of an episode."""
+
+    train_path: str | None = None
+    """Training questions: jsonl or parquet file in Search-R1's row format. Required without `task.sources`."""
+    eval_path: str | None = None
+    """Held-out questions, in the same format. Required without `task.sources`."""
+    sources: dict[str, SourceConfig] = field(default_factory=dict)
+    """Several sources of questions by name, instead of `train_path` and `eval_path`; empty: there is one."""
+    curriculum: CurriculumConfig = field(default_factory=CurriculumConfig)
     agent: SearchR1Agent | ReActAgent | GatewayAgent | CustomAgent = field(default_factory=SearchR1Agent)
     """Agent: the protocol by which the policy acts in an episode. `package.module.function` is an agent of your own."""
     tools: list[CustomTool] = field(default_factory=list)
@@ -891,6 +938,14 @@ def variants(hint: Any) -> dict[str, type]:
     return {kind: each for each in classes for kind in get_args(get_type_hints(each)["kind"])}
 
 
+def group_of_map(hint: Any) -> type | None:
+    """Return the class of the groups in a map whose names the user chooses; None for other types."""
+    if get_origin(hint) is not dict:
+        return None
+    group = get_args(hint)[1]
+    return group if is_dataclass(group) and isinstance(group, type) else None
+
+
 def is_union(hint: Any) -> bool:
     """True for a union of groups, which a kind tells apart."""
     return len(get_args(hint)) > 1 and all(map(is_dataclass, get_args(hint)))
@@ -936,7 +991,8 @@ def choices(hint: Any) -> dict[str, Any]:
 
 def schema_groups(settings: Any, path: str = "") -> Iterator[tuple[str, Any]]:
     """Yield every group of keys in `settings` with its dotted path, in the order of the schema. Includes the variants
-    of a union that are not chosen, with the values of the chosen one for the keys that all variants have."""
+    of a union that are not chosen, with the values of the chosen one for the keys that all variants have, and one group
+    for each map of groups, such as `task.sources.<source>`."""
     yield path, settings
     for name, hint in get_type_hints(type(settings)).items():
         group = getattr(settings, name)
@@ -944,6 +1000,8 @@ def schema_groups(settings: Any, path: str = "") -> Iterator[tuple[str, Any]]:
         for each in dict.fromkeys(variants(hint).values()):
             other = group if type(group) is each else each(**shared)
             yield from schema_groups(other, f"{path}.{name}".lstrip("."))
+        if (entry := group_of_map(hint)) is not None:
+            yield from schema_groups(entry(), f"{path}.{name}.<{name.removesuffix('s')}>")
 
 
 @cache

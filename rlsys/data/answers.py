@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from rlsys.data.question import Question
-from rlsys.data.trajectory import Trajectory
+from rlsys.data.trajectory import Sample, Trajectory
 
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
@@ -34,6 +34,11 @@ def score(trajectory: Trajectory, question: Question) -> float:
     """Return 1.0 if the final answer matches exactly, else 0.0, also without an answer."""
     answer = trajectory.answer
     return float(answer is not None and exact_match(answer, question.answers))
+
+
+def passes(sample: Sample, question: Question, pass_reward: float | None) -> bool:
+    """True if an episode passes: its reward is at least `pass_reward`, or without one, its answer matches exactly."""
+    return bool(score(sample.trajectory, question)) if pass_reward is None else sample.reward >= pass_reward
 
 
 def contains(text: str, answers: Iterable[str]) -> bool:

@@ -1,12 +1,13 @@
-"""Reads questions from data files, builds their prompts, and shuffles them.
+"""Reads questions from data files, and builds their prompts.
 
 Row formats:
 - Search-R1: `prompt` and `reward_model`;
 - RLinf: `prompt` and `solutions`;
 - FlashRAG: `question`, inserted into Search-R1's template, and `golden_answers`.
 
-A question's `uid` is the file stem and the row number, because the rows of merged data sets repeat `index` values.
-Invalid rows raise a UserError naming the file, the line and the field.
+A question's `uid` is the file stem and the row number, because the rows of merged data sets repeat `index` values. The
+name of the question's source in `task.sources`, if any, stands before it. Invalid rows raise a UserError naming the file,
+the line and the field.
 
 The template is the template of Search-R1 (arXiv 2503.09516, table 1; the same for base and chat models) or a user's own
 file. Sentences about tools may be added to either.
@@ -15,10 +16,8 @@ file. Sentences about tools may be added to either.
 from __future__ import annotations
 
 import json
-import random
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -59,10 +58,17 @@ class Question:
     """The row's `extra_info`, for example `hops` (1 or 2)."""
     text: str = ""
     """Question text without the template; empty if the row lacks it."""
+    source: str = field(default="", metadata={"added later": True})
+    """Name of its source in `task.sources`; empty for a task without sources."""
+
+    @property
+    def set_name(self) -> str:
+        """Name under which evaluations report the question: of its source, else of its data set."""
+        return self.source or self.data_source
 
 
-def read_questions(path: str | Path, limit: int | None = None) -> list[Question]:
-    """Return the first `limit` questions of `path` (None: all), in file order."""
+def read_questions(path: str | Path, limit: int | None = None, source: str = "") -> list[Question]:
+    """Return the first `limit` questions of `path` (None: all), in file order, as questions of `source`."""
     file = Path(path)
     if not file.is_file():
         sentence = f"{file} does not exist: give the path of a jsonl or parquet file of questions."
@@ -71,7 +77,7 @@ def read_questions(path: str | Path, limit: int | None = None) -> list[Question]
     if not questions:
         sentence = f"{file} holds no question: give a file with at least one row."
         raise UserError(sentence, code="empty", key=str(file))
-    return questions
+    return [replace(one, uid=f"{source}/{one.uid}", source=source) for one in questions] if source else questions
 
 
 def read_rows(file: Path) -> Iterator[tuple[int, Any]]:
@@ -219,50 +225,3 @@ def own_template(file: Path, tools: str = "", *, may_tell_itself: bool = False) 
         raise UserError(sentence, code="conflict", key="--prompt")
     before, _, after = text.replace(TOOLS, tools).partition(QUESTION)
     return lambda question: f"{before}{question.strip()}{after}"
-
-
-@dataclass(frozen=True, slots=True)
-class SourceState:
-    """Checkpointed position of a PromptSource.
-
-    It stores whole questions, so that a resumed run can hand out a question that the data file no longer has.
-    """
-
-    position: int
-    given_back: tuple[Question, ...]
-
-
-class PromptSource:
-    """Hands out questions in an endless, seeded shuffle.
-
-    Invariants: each epoch hands out every question exactly once, in an order that depends only on seed and epoch.
-    Questions given back are handed out again before new questions. `position` counts only the new questions handed
-    out. A source restored from a `state()` continues at the same question.
-    """
-
-    def __init__(self, questions: Sequence[Question], seed: int, state: SourceState | None = None) -> None:
-        self._questions = list(questions)
-        self._seed = seed
-        self._given_back = deque(state.given_back if state else ())
-        self._epoch = -1
-        self._order: list[int] = []
-        self.position = state.position if state else 0
-
-    def state(self) -> SourceState:
-        """Return the state from which a source with the same questions and seed continues."""
-        return SourceState(self.position, tuple(self._given_back))
-
-    def next(self) -> Question:
-        """Return the question that was given back first, or else the next question of the shuffle."""
-        if self._given_back:
-            return self._given_back.popleft()
-        epoch, index = divmod(self.position, len(self._questions))
-        if epoch != self._epoch:
-            self._epoch, self._order = epoch, list(range(len(self._questions)))
-            random.Random(f"{self._seed}:{epoch}").shuffle(self._order)
-        self.position += 1
-        return self._questions[self._order[index]]
-
-    def give_back(self, question: Question) -> None:
-        """Queue `question` to be handed out again, after those given back earlier."""
-        self._given_back.append(question)

@@ -19,15 +19,16 @@ import re
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from rlsys.config.compose import as_dict, differences
+from rlsys.config.derived import train_files
 from rlsys.config.schema import RunConfig
-from rlsys.data.question import SourceState
+from rlsys.data.prompt_source import SourceState
 from rlsys.errors import UserError, disk_error
 from rlsys.files import Claimed, claim, read_yaml, sha256_of, write_atomically
 from rlsys.observe.environment import RUN, changes, environment
@@ -35,14 +36,13 @@ from rlsys.observe.kept import copy_trajectories
 from rlsys.observe.run_folder import EVALUATIONS
 from rlsys.orchestrator.pipeline.rollout_pipeline import PipelineState
 from rlsys.orchestrator.run_logger import EVALUATED, LOGS, History, new_run_dir
-from rlsys.weights.checkpoint.state_file import load_values, save_values
+from rlsys.weights.checkpoint.state_file import ADDED, load_values, save_values
 from rlsys.weights.checkpoint.store import MANIFEST, CheckpointStore, SavedCheckpoint, check, step_of
 
 CHECKPOINTS = "checkpoints"
 _DATA, _STATE, _ENVIRONMENT = "data", "state.npz", "environment.json"
 RUN_CONFIG = Path(_DATA) / "config.yaml"
 """Path of the run's config within a checkpoint."""
-_QUESTIONS = "task.train_path"
 _STARTED = r"\d{8}-\d{6}(-\d+)?"
 """Pattern of the time stamp that follows the run's name in a folder name."""
 
@@ -57,7 +57,9 @@ class RunState:
     kl: Mapping[str, float]
     history: History
     questions_sha256: str
-    """SHA-256 of the training file."""
+    """SHA-256 of the training file; empty for a task with sources."""
+    sources_sha256: Mapping[str, str] = field(default_factory=dict, metadata={ADDED: True})
+    """SHA-256 of the training file of each source."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,7 +209,7 @@ def _origin(config: RunConfig, run_dir: Path, saved: SavedCheckpoint, newest: bo
             code="mismatch",
             key=str(saved.folder),
         )
-    _refuse_differences(config, before, state.questions_sha256, saved.folder)
+    _refuse_differences(config, before, {"": state.questions_sha256, **state.sources_sha256}, saved.folder)
     if config.trainer.steps < state.step:
         raise UserError(
             f"trainer.steps={config.trainer.steps} is below the step of {saved.folder}: raise it, or resume from an "
@@ -226,8 +228,13 @@ def _mapping(file: Path) -> dict[str, Any]:
     raise UserError(f"{file} is damaged: take an earlier checkpoint.", code="malformed", key=str(file))
 
 
-def _refuse_differences(config: RunConfig, before: Mapping[str, Any], questions_sha256: str, folder: Path) -> None:
-    """Raise UserError if the config or the training file has changed since `folder` was saved."""
+def _refuse_differences(
+    config: RunConfig, before: Mapping[str, Any], questions_sha256: Mapping[str, str], folder: Path
+) -> None:
+    """Raise UserError if the config or a training file has changed since `folder` was saved.
+
+    `questions_sha256` maps each source to the SHA-256 of its training file.
+    """
     allowed = config.checkpoint.may_differ
     found = [change for change in differences(before, config) if change.key not in allowed]
     if found:
@@ -239,14 +246,15 @@ def _refuse_differences(config: RunConfig, before: Mapping[str, Any], questions_
             code="mismatch",
             key=found[0].key,
         )
-    path = config.task.train_path
-    if _QUESTIONS not in allowed and (now := sha256_of(path)) != questions_sha256:
-        raise UserError(
-            f"{_QUESTIONS}={path} has changed since {folder} was saved (its SHA-256 was {questions_sha256[:12]} and is "
-            f"{now[:12]}): restore the old file, or allow this one with 'checkpoint.may_differ=[{_QUESTIONS}]'.",
-            code="mismatch",
-            key=_QUESTIONS,
-        )
+    for source, key, path in train_files(config.task):
+        was = questions_sha256.get(source, "")
+        if key not in allowed and (now := sha256_of(path)) != was:
+            raise UserError(
+                f"{key}={path} has changed since {folder} was saved (its SHA-256 was {was[:12]} and is {now[:12]}): "
+                f"restore the old file, or allow this one with 'checkpoint.may_differ=[{key}]'.",
+                code="mismatch",
+                key=key,
+            )
 
 
 def _report_lost_rows(origin: Origin, note: Callable[[str], None]) -> None:

@@ -27,10 +27,10 @@ from rlsys.cluster.local_ray import ray_processes
 from rlsys.cluster.planning.placement import launch_problems
 from rlsys.cluster.runtime import RayWatch, answer
 from rlsys.cluster.worker_group import RankDied, RankLost, WorkerGroup
-from rlsys.config.derived import max_staleness, moves_reference, scores_with_policy
+from rlsys.config.derived import max_staleness, moves_reference, scores_with_policy, train_files
 from rlsys.config.problems import algorithm_notes
 from rlsys.config.schema import Mode, Packing, RunConfig
-from rlsys.data.question import PromptSource, read_questions
+from rlsys.data.prompt_source import PromptSource, training_questions
 from rlsys.data.trajectory import Group, MaskOf, trained_tokens, value_mask
 from rlsys.errors import RunError, UserError
 from rlsys.files import sha256_of
@@ -53,6 +53,7 @@ from rlsys.orchestrator.pipeline.step_metrics import (
     ADVANTAGE_METRICS,
     EPISODE_METRICS,
     REWARD_METRICS,
+    SOURCE_METRICS,
     TOKEN_METRICS,
 )
 from rlsys.orchestrator.pipeline.training_step import (
@@ -111,6 +112,7 @@ METRIC_TABLES: Mapping[str, Sequence[Metric]] = {
     "Rewards": (*REWARD_METRICS, *JUDGE_METRICS),
     "Advantages, values and divergences": ADVANTAGE_METRICS,
     "Episodes": (*EPISODE_METRICS, *STEP_METRICS),
+    "Sources of questions": SOURCE_METRICS,
     "Updates": (*UPDATE_METRICS, *FIRST_UPDATE_METRICS),
     "Late and changed tokens": TOKEN_METRICS,
     "Time": (*TIME_METRICS, *BATCH_METRICS, *SYNC_METRICS),
@@ -165,8 +167,8 @@ class Run:
     saver: Saver
     rewards: Rewards
     kl: KlController
-    questions_sha256: str
-    """SHA-256 of the training file."""
+    questions_sha256: Mapping[str, str]
+    """SHA-256 of each source's training file."""
 
     @property
     def on_policy(self) -> bool:
@@ -283,7 +285,8 @@ class Run:
             prompts=self.pipeline.prompts.state(),
             kl=self.kl.state(),
             history=self.log.history(step),
-            questions_sha256=self.questions_sha256,
+            questions_sha256=self.questions_sha256.get("", ""),
+            sources_sha256={name: found for name, found in self.questions_sha256.items() if name},
         )
         parts: dict[str, tuple[str, CheckpointedGroup]] = {
             name: (name, group.checkpoints) for name, group in trained.items()
@@ -320,6 +323,7 @@ class Run:
             **await self.groups.engines.metrics(),
             **self.weights.figures(),
             **self.rewards.metrics(),
+            **self.pipeline.prompts.metrics(),
             "pipeline/outstanding": scheduler.outstanding_count,
             "pipeline/version_lag": scheduler.version - scheduler.published,
             **{f"pipeline/dropped_{reason}": scheduler.dropped[reason] for reason in DropReason},
@@ -391,9 +395,8 @@ class Session:
         config = self.config
         done = origin.state.step if origin else 0
         async with AsyncExitStack() as stack:
-            prompts = PromptSource(
-                read_questions(config.task.train_path), config.trainer.seed, origin.state.prompts if origin else None
-            )
+            state = origin.state.prompts if origin else None
+            prompts = PromptSource(training_questions(config.task), config.trainer.seed, state, config.task)
             heldout = heldout_questions(config)
             log = self.logger(origin, _decoder(config))
             stack.callback(log.close)
@@ -427,7 +430,7 @@ class Session:
                 saver=saver,
                 rewards=self.rewards,
                 kl=kl,
-                questions_sha256=sha256_of(Path(config.task.train_path)),
+                questions_sha256={file.source: sha256_of(Path(file.path)) for file in train_files(config.task)},
             )
             if origin:
                 await run.load(origin)

@@ -241,7 +241,7 @@ class RunLogger:
         Return the guards' alarms; a new alarm is also printed.
         """
         window = (self._begun_ns, self.tracers["driver"].now())
-        trained = step_metrics(groups, step - 1, self.config.algorithm.correction, self.config.task.tags.answer)
+        trained = step_metrics(groups, step - 1, self.config.algorithm.correction, self.config.task)
         row = {
             **trained,
             **more,

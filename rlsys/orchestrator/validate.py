@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -31,13 +32,17 @@ from rlsys.config.algorithm import Credit, OldLogprobs, ReturnsAdvantage
 from rlsys.config.bounds import out_of_range
 from rlsys.config.derived import (
     has_critic,
+    heldout_files,
     kl_topk_tokens,
     max_staleness,
     max_wait,
     megatron_groups,
     needs_server,
     on_update,
+    source_key,
     stage_limits,
+    task_of,
+    train_files,
 )
 from rlsys.config.problems import Problem, algorithm_problems
 from rlsys.config.schema import (
@@ -54,7 +59,9 @@ from rlsys.config.schema import (
     RunConfig,
     SearchConfig,
     SearchR1Agent,
+    SourceConfig,
     SyncMode,
+    TaskConfig,
     TokenMode,
     free_maps,
     schema_keys,
@@ -62,7 +69,7 @@ from rlsys.config.schema import (
 from rlsys.errors import UserError
 from rlsys.observe.trackers import OwnMetrics
 from rlsys.orchestrator.pipeline.schedule_policy import make_policy
-from rlsys.orchestrator.rewards.reward import check_terms
+from rlsys.orchestrator.rewards.reward import check_source_terms, check_terms
 from rlsys.rollout.agent.episode import agent_of
 from rlsys.rollout.tools.interface import check_tools
 from rlsys.search.address import is_url
@@ -102,9 +109,10 @@ def _all_but_memory(config: RunConfig) -> Iterator[Problem]:
     yield from _batches(config)
     yield from _contradictions(config)
     yield from (Problem("algorithm", sentence) for sentence in algorithm_problems(config))
-    for problem in check_terms(config.reward, config.task):
+    for problem in (*check_terms(config.reward, config.task), *check_source_terms(config.reward, config.task)):
         yield Problem(problem.key, str(problem), problem.code)
     yield from _tools(config)
+    yield from _sources(config)
     yield from _tracking(config)
     yield from _checkpoints(config)
     yield from _sync(config)
@@ -200,11 +208,7 @@ def _batches(config: RunConfig) -> Iterator[Problem]:
             f"trainer.mini_batches={trainer.mini_batches} is above trainer.prompts_per_step={trainer.prompts_per_step}, "
             f"and each mini-batch needs a question: lower it to at most {trainer.prompts_per_step}."
         )
-    if task.max_prompt_tokens + task.max_turn_tokens > task.max_total_tokens:
-        yield Problem.of(
-            f"task.max_total_tokens={task.max_total_tokens} has no room for task.max_prompt_tokens="
-            f"{task.max_prompt_tokens} and one turn of task.max_turn_tokens={task.max_turn_tokens}: raise it."
-        )
+    yield from _room(task, "task.max_total_tokens")
     for group, settings in megatron_groups(config).items():
         budget = settings.micro_batch_tokens
         if budget < task.max_total_tokens:
@@ -212,6 +216,15 @@ def _batches(config: RunConfig) -> Iterator[Problem]:
                 f"{group}.micro_batch_tokens={budget} cannot hold one episode of task.max_total_tokens="
                 f"{task.max_total_tokens}: raise it to at least {task.max_total_tokens}."
             )
+
+
+def _room(task: TaskConfig, key: str) -> Iterator[Problem]:
+    """Yield a problem if an episode has no room for a turn; `key` is the key of its length."""
+    if task.max_prompt_tokens + task.max_turn_tokens > task.max_total_tokens:
+        yield Problem.of(
+            f"{key}={task.max_total_tokens} has no room for max_prompt_tokens={task.max_prompt_tokens} and one turn of "
+            f"max_turn_tokens={task.max_turn_tokens}: raise it."
+        )
 
 
 def _contradictions(config: RunConfig) -> Iterator[Problem]:
@@ -272,7 +285,7 @@ def _optimizers(config: RunConfig) -> Iterator[Problem]:
 
 
 def _paths(config: RunConfig) -> Iterator[Problem]:
-    for key, path in (("task.train_path", config.task.train_path), ("task.eval_path", config.task.eval_path)):
+    for _, key, path in (*train_files(config.task), *heldout_files(config.task)):
         if not Path(path).is_file():
             yield Problem(
                 key,
@@ -308,10 +321,12 @@ def _tools(config: RunConfig) -> Iterator[Problem]:
     yield from (Problem(problem.key, str(problem), problem.code) for problem in check_tools(task))
     if isinstance(task.agent, GatewayAgent):
         yield from _branches(config, task.agent)
+    without = [] if search.enabled else ["search.enabled"]
+    without += [source_key(name, "search") for name, source in task.sources.items() if source.search is False]
     message = task.agent.invalid_message if isinstance(task.agent, SearchR1Agent) else ""
-    if not search.enabled and f"<{task.tags.search}>" in message:
+    if without and f"<{task.tags.search}>" in message:
         yield Problem.of(
-            f"task.agent.invalid_message mentions <{task.tags.search}>, but search.enabled=false: name the actions that the "
+            f"task.agent.invalid_message mentions <{task.tags.search}>, but {without[0]}=false: name the actions that the "
             "policy has instead, such as its tools and the answer."
         )
     if not search.enabled and search.cassette.path is not None:
@@ -320,21 +335,79 @@ def _tools(config: RunConfig) -> Iterator[Problem]:
             "search.cassette.path=null."
         )
     if any(tool.kind == "pages" for tool in task.tools):
-        yield from _pages(search)
+        yield from _pages(search, "task.tools")
     if search.pages is not None and not config.cluster.search.nodes and not Path(search.pages).is_file():
         sentence = f"search.pages={search.pages} does not exist: give a jsonl file of {{url, contents}}, or null."
         yield Problem("search.pages", sentence, "not_found")
 
 
-def _pages(search: SearchConfig) -> Iterator[Problem]:
-    """Yield what is missing for the tools that open pages."""
+def _pages(search: SearchConfig, tools: str) -> Iterator[Problem]:
+    """Yield what is missing for the tools that open pages, which the key `tools` has."""
     wrong = "search.enabled=false" if not search.enabled else f"search.cassette.path={search.cassette.path}"
     if not search.enabled or search.cassette.path is not None:
-        sentence = f"task.tools has kind=pages, whose pages come from a search server, but {wrong}: change either."
-        yield Problem("task.tools", sentence, "conflict")
+        sentence = f"{tools} has kind=pages, whose pages come from a search server, but {wrong}: change either."
+        yield Problem(tools, sentence, "conflict")
     elif search.url is None and search.pages is None:
-        sentence = "search.pages is null, and task.tools has kind=pages: give a jsonl file of {url, contents}."
+        sentence = f"search.pages is null, and {tools} has kind=pages: give a jsonl file of {{url, contents}}."
         yield Problem("search.pages", sentence, "missing")
+
+
+def _sources(config: RunConfig) -> Iterator[Problem]:
+    task, curriculum = config.task, config.task.curriculum
+    if not task.sources:
+        for key, path in (("task.train_path", task.train_path), ("task.eval_path", task.eval_path)):
+            if path is None:
+                yield Problem(
+                    key, f"{key} is null: give the path of a jsonl or parquet file, or task.sources.", "missing"
+                )
+    else:
+        for key, path in (("task.train_path", task.train_path), ("task.eval_path", task.eval_path)):
+            if path is not None:
+                yield Problem.of(f"{key}={path} contradicts task.sources, which have their own files: set it to null.")
+        if not heldout_files(task):
+            sentence = "task.sources has no held-out questions: give at least one source an eval_path."
+            yield Problem("task.sources", sentence, "missing")
+    for name, source in task.sources.items():
+        if not re.fullmatch(r"[A-Za-z]\w*", name, re.ASCII):
+            sentence = f"task.sources has a source named {name!r}: use letters, digits and underscores, a letter first."
+            yield Problem("task.sources", sentence, "malformed")
+        yield from _source(config, name, source)
+    easy, hard = curriculum.easy_threshold, curriculum.hard_threshold
+    if (easy is not None or hard is not None) and len(task.sources) < 2:
+        yield Problem.of(
+            "task.curriculum changes the weights of sources among each other, and task.sources has fewer than two: add "
+            "sources, or set both thresholds to null."
+        )
+    if easy is not None and hard is not None and hard >= easy:
+        yield Problem.of(
+            f"task.curriculum.hard_threshold={hard:g} must be below task.curriculum.easy_threshold={easy:g}: lower it."
+        )
+
+
+def _source(config: RunConfig, name: str, source: SourceConfig) -> Iterator[Problem]:
+    """Yield the problems of what a source has in place of the task's settings."""
+    task, own = config.task, task_of(config.task, name)
+    tools, search = source_key(name, "tools"), source_key(name, "search")
+    for limit in ("max_turns", "max_turn_tokens", "max_total_tokens"):
+        key, most, given = source_key(name, limit), getattr(task, limit), getattr(own, limit)
+        if given > most:
+            sentence = f"{key}={given} is above task.{limit}={most}, the most of any source: lower it, or raise that."
+            yield Problem(key, sentence, "out_of_range")
+    if own != task:
+        yield from _room(own, source_key(name, "max_total_tokens"))
+    if source.tools is not None:
+        for problem in check_tools(own):
+            yield Problem(tools, str(problem).replace("task.tools", tools, 1), problem.code)
+    if source.search and not config.search.enabled:
+        yield Problem.of(f"{search}=true contradicts search.enabled=false: set it to null, or enable search.")
+    if not any(tool.kind == "pages" for tool in own.tools):
+        return
+    if source.tools is not None:
+        yield from _pages(config.search, tools)
+    if source.search is False:
+        yield Problem.of(
+            f"{search}=false contradicts kind=pages, whose pages the search finds: give {tools} without it."
+        )
 
 
 def _branches(config: RunConfig, agent: GatewayAgent) -> Iterator[Problem]:

@@ -130,7 +130,9 @@ async def started_groups(config: RunConfig, log_dir: Path) -> AsyncIterator[dict
 
 def _secrets(config: RunConfig) -> dict[str, str]:
     """Return the environment variables of the search servers and tools: workers on other machines lack them."""
-    names = [config.search.token_env, *tool_variables(config.task.tools)]
+    task = config.task
+    tools = [*task.tools, *(tool for source in task.sources.values() for tool in source.tools or [])]
+    names = [config.search.token_env, *tool_variables(tools)]
     return {name: os.environ[name] for name in names if name and name in os.environ}
 
 

@@ -38,7 +38,8 @@ from bench.chaos.findings import (
 from bench.chaos.launch import HOME, isolated, others
 from bench.chaos.proxy import SLOWER, Proxy
 from rlsys.config.compose import load_config
-from rlsys.data.question import PromptSource, Question, SourceState
+from rlsys.data.prompt_source import PromptSource, SourceState
+from rlsys.data.question import Question
 from rlsys.orchestrator.validate import find_problems
 from rlsys.orchestrator.worker_groups import holdings
 from tests.support.paths import PROJECT

@@ -1,4 +1,4 @@
-"""Tests of questions read from rows of Search-R1, RLinf and FlashRAG, and of the source that hands them out."""
+"""Tests of questions read from rows of Search-R1, RLinf and FlashRAG."""
 
 from __future__ import annotations
 
@@ -9,11 +9,9 @@ from typing import Any
 
 import pyarrow
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from pyarrow import parquet
 
-from rlsys.data.question import PromptSource, Question, SourceState, read_questions
+from rlsys.data.question import Question, read_questions
 from rlsys.errors import Code
 from tests.support.refusals import refused
 
@@ -124,83 +122,17 @@ def test_rows_of_rlinf_and_flashrag_are_read_as_questions(tmp_path: Path) -> Non
     assert (two.answers, two.text) == (("me",), "who")
 
 
+def test_questions_of_a_source_have_its_name_before_their_id(tmp_path: Path) -> None:
+    """So files of the same name, such as train.jsonl of two sources, give distinct ids."""
+    file = write_jsonl(tmp_path / "train.jsonl", [CAPITAL])
+    (plain,), (named,) = read_questions(file), read_questions(file, source="rivers")
+    assert (named.uid, named.source, named.set_name) == ("rivers/train:1", "rivers", "rivers")
+    assert (plain.uid, plain.source, plain.set_name) == ("train:1", "", "nq")
+
+
 def test_the_raw_question_of_a_row_is_kept(tmp_path: Path) -> None:
     beside = {**RIVER, "question": "Which river?"}
     within = {**RIVER, "extra_info": {"question": "Which river?", "index": 1}}
     found = read_questions(write_jsonl(tmp_path / "train.jsonl", [beside, within, target("Nile")]))
     assert [question.text for question in found] == ["Which river?", "Which river?", ""]
     assert found[2].answers == ("Nile",), "a single answer may be a string"
-
-
-SIZE = st.integers(1, 20)
-SEED = st.integers(0, 10**6)
-
-
-def questions(count: int) -> list[Question]:
-    return [Question(f"q:{number}", "?", ("yes",)) for number in range(count)]
-
-
-def take(source: PromptSource, count: int) -> list[Question]:
-    return [source.next() for _ in range(count)]
-
-
-def uids(taken: list[Question]) -> list[str]:
-    return [question.uid for question in taken]
-
-
-def test_each_epoch_and_seed_has_a_different_order() -> None:
-    source = PromptSource(questions(30), seed=1)
-    orders = (take(source, 30), take(source, 30), take(PromptSource(questions(30), seed=2), 30), questions(30))
-    assert len({tuple(uids(order)) for order in orders}) == 4
-
-
-@given(SIZE, SEED, st.integers(0, 60), st.integers(0, 60))
-@settings(max_examples=50)
-def test_every_epoch_hands_out_each_question_once_also_after_a_resume(
-    size: int, seed: int, before: int, after: int
-) -> None:
-    first = PromptSource(questions(size), seed)
-    taken = uids(take(first, before))
-    second = PromptSource(questions(size), seed, SourceState(first.position, ()))
-    rest = uids(take(second, after))
-    assert rest == uids(take(first, after))
-    assert second.position == before + after
-    for start in range(0, before + after, size):
-        epoch = [*taken, *rest][start : start + size]
-        assert len(set(epoch)) == len(epoch)
-
-
-@given(SIZE, SEED, st.lists(st.booleans(), max_size=40))
-@settings(max_examples=50)
-def test_returned_questions_are_asked_again_before_new_ones(size: int, seed: int, returns: list[bool]) -> None:
-    source, untouched = PromptSource(questions(size), seed), PromptSource(questions(size), seed)
-    new = []
-    for back in returns:
-        question = source.next()
-        if back:
-            source.give_back(question)
-            assert source.state().given_back == (question,)
-            assert source.next() is question
-        new.append(question)
-    assert uids(new) == uids(take(untouched, len(returns)))
-    assert source.position == len(returns)
-
-
-def test_a_resumed_source_asks_returned_questions_again() -> None:
-    first = PromptSource(questions(5), seed=3)
-    early = take(first, 3)
-    first.give_back(early[2])
-    first.give_back(early[0])
-    state = first.state()
-    second = PromptSource(questions(5), 3, state)
-    assert second.state() == state == SourceState(3, (early[2], early[0]))
-    assert uids(take(second, 4)) == uids([early[2], early[0], *take(first, 4)[2:]])
-    assert state == SourceState(3, (early[2], early[0])), "a state does not change afterwards"
-
-
-def test_a_returned_question_is_asked_again_even_if_the_file_has_lost_it() -> None:
-    first = PromptSource(questions(5), seed=3)
-    first.give_back(gone := first.next())
-    second = PromptSource([Question("new:1", "?", ("no",))], 3, first.state())
-    assert take(second, 1) == [gone]
-    assert second.next().uid == "new:1"

@@ -15,7 +15,8 @@ from rlsys.apps.planner.virtual_time import run_virtually
 from rlsys.config.compose import as_dict, differences, recorded
 from rlsys.config.derived import max_staleness, max_wait, on_update
 from rlsys.config.schema import OnUpdate, RunConfig
-from rlsys.data.question import PromptSource, Question
+from rlsys.data.prompt_source import PromptSource
+from rlsys.data.question import Question
 from rlsys.data.trajectory import Group, Sample, Scores, Trajectory
 from rlsys.errors import Code, UserError, root_cause
 from rlsys.orchestrator.pipeline.rollout_pipeline import Handlers, RolloutPipeline

@@ -42,7 +42,8 @@ from rlsys.config.schema import (
     SequentialSchedule,
     TrainerConfig,
 )
-from rlsys.data.question import PromptSource, Question
+from rlsys.data.prompt_source import PromptSource
+from rlsys.data.question import Question
 from rlsys.data.trajectory import Scores, Trajectory
 from rlsys.trainer.batches import MicroBatch, collate
 from tests.support.megatron_processes import ANSWER_S, pool

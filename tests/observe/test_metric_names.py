@@ -19,7 +19,7 @@ import rlsys
 from rlsys.algorithms.losses import DIVISOR, LossInputs, ValueLoss, policy_loss
 from rlsys.config.algorithm import AlgorithmConfig, LldsConfig
 from rlsys.config.compose import typed
-from rlsys.config.schema import CustomMetric, RunConfig, TrackingConfig
+from rlsys.config.schema import CustomMetric, RunConfig, SourceConfig, TaskConfig, TrackingConfig
 from rlsys.data.trajectory import Action, Branch, Group, Turn
 from rlsys.observe.records import read_metrics
 from rlsys.observe.status import Progress
@@ -105,7 +105,7 @@ def full_group() -> Group:
     arrays = dict.fromkeys(("old_logprobs", "ref_logprobs", "weights", "values", "returns"), some)
     branched = replace(one.trajectory, branches=(Branch(0, "first"),))
     full = replace(one, trajectory=branched, parts={"f1": 1.0}, kl_sum=0.5, **arrays)
-    return Group(question(1), (full, full))
+    return Group(replace(question(1), source="nq"), (full, full))
 
 
 def asked(step: int) -> Evaluation:
@@ -119,7 +119,8 @@ def asked(step: int) -> Evaluation:
 def logged(tmp_path: Path) -> set[str]:
     """Names that a run with every feature logs, both in its row and to its trackers."""
     own = typed(["examples.extend.metric.answer_words"], list[CustomMetric], CustomMetric.key)
-    config = RunConfig(tracking=TrackingConfig(metrics=own, wandb=False))
+    task = TaskConfig(sources={"nq": SourceConfig()})
+    config = RunConfig(tracking=TrackingConfig(metrics=own, wandb=False), task=task)
     record = RunLogger(config, tmp_path, Progress(), Flops(per_token=1.0), declared=DECLARED)
     record.actor_peak = 1e15
     record.begin_step()

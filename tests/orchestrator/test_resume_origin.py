@@ -14,8 +14,9 @@ from typing import Any
 import pytest
 
 from rlsys.config.algorithm import AlgorithmConfig
-from rlsys.config.schema import CheckpointConfig, RunConfig, TaskConfig, TrainerConfig
-from rlsys.data.question import SourceState
+from rlsys.config.derived import train_files
+from rlsys.config.schema import CheckpointConfig, RunConfig, SourceConfig, TaskConfig, TrainerConfig
+from rlsys.data.prompt_source import SourceState
 from rlsys.errors import UserError
 from rlsys.files import claim, sha256_of
 from rlsys.observe.environment import environment
@@ -41,13 +42,14 @@ class Outputs:
         self.questions = folder / "questions.jsonl"
         folder.mkdir()
         self.questions.write_text("{}\n")
+        self.task = TaskConfig(train_path=str(self.questions))
         self._age = 0
 
     def config(self, resume: str = "auto", fall_back: bool = False, *may_differ: str) -> RunConfig:
         return RunConfig(
             output_dir=str(self.folder),
             resume=resume,
-            task=TaskConfig(train_path=str(self.questions)),
+            task=self.task,
             trainer=TrainerConfig(steps=STEPS),
             checkpoint=CheckpointConfig(fall_back=fall_back, may_differ=list(may_differ)),
         )
@@ -83,13 +85,15 @@ class Outputs:
 
     def state(self, run_dir: Path, step: int) -> RunState:
         logs = {name: (run_dir / name).stat().st_size for name in LOGS}
+        digests = {file.source: sha256_of(Path(file.path)) for file in train_files(self.task)}
         return RunState(
             step=step,
             pipeline=PipelineState(StalenessScheduler(1, 0).state(), {}, {}, {}, {}),
             prompts=SourceState(3 * step, (question(1),)),
             kl={"coef": 0.25},
             history=History(step, logs, {"wandb": "abc"}, GuardsState({"kl": 2}, ("kl",)), ()),
-            questions_sha256=sha256_of(self.questions),
+            questions_sha256=digests.pop("", ""),
+            sources_sha256=digests,
         )
 
 
@@ -267,6 +271,18 @@ def test_changed_training_file_is_refused(outputs: Outputs) -> None:
     with refused("mismatch", "task.train_path"):
         find_origin(outputs.config(), print)
     assert found(outputs.config("auto", False, "task.train_path")).checkpoint.step == 1
+
+
+def test_changed_file_of_a_source_is_refused_by_its_key(outputs: Outputs) -> None:
+    other = outputs.folder / "other.jsonl"
+    other.write_text("{}\n")
+    outputs.task = TaskConfig(sources={"one": SourceConfig(str(outputs.questions)), "two": SourceConfig(str(other))})
+    outputs.run(FIRST, 1)
+    assert found(outputs.config()).checkpoint.step == 1
+    other.write_text("{} \n")
+    with refused("mismatch", "task.sources.two.train_path"):
+        find_origin(outputs.config(), print)
+    assert found(outputs.config("auto", False, "task.sources.two.train_path")).checkpoint.step == 1
 
 
 def test_fewer_steps_than_the_checkpoint_has_are_refused(outputs: Outputs) -> None:

@@ -28,7 +28,7 @@ async def test_search_server_that_stays_away_ends_a_step_that_waits_for_groups()
     parts |= {
         "groups": groups,
         "log": SimpleNamespace(begin_step=lambda: None, faults=SimpleNamespace()),
-        "questions_sha256": "",
+        "questions_sha256": {},
     }
     parts |= {"pipeline": SimpleNamespace(take=take), "search": SimpleNamespace(check=check)}
     with pytest.raises(ExceptionGroup) as found:

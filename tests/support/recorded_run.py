@@ -272,7 +272,7 @@ def _run(session: RecordedSession, log: RunLogger, origin: Origin | None) -> Run
         run.groups.devices.onload, background=True, newest=origin.checkpoint.folder if origin else None,
     )  # fmt: skip
     run.evaluator = Evaluator(config, log, run.search, rollout, QUESTIONS[:3], run.groups.count_to, run.saver.awaited)
-    run.questions_sha256 = sha256_of(Path(config.task.train_path))
+    run.questions_sha256 = {"": sha256_of(Path(config.task.train_path))}
     return run
 
 

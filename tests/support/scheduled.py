@@ -20,7 +20,8 @@ from rlsys.algorithms.kl import kl_control
 from rlsys.apps.planner.virtual_time import run_virtually
 from rlsys.config.derived import scores_with_policy
 from rlsys.config.schema import Packing, RunConfig
-from rlsys.data.question import PromptSource, Question
+from rlsys.data.prompt_source import PromptSource
+from rlsys.data.question import Question
 from rlsys.data.trajectory import Floats, Group, Sample, Scores, Trajectory
 from rlsys.observe.guards import Alarm
 from rlsys.observe.spans import Tracer
@@ -312,7 +313,7 @@ def assemble(
         weights=sync(workers["actor"], [rollout], config.cluster, run_dir, tracer, follows, activated=pipeline.publish),
         rewards=rewards,
         kl=kl,
-        questions_sha256="",
+        questions_sha256={},
         **absent,
     )
 

@@ -28,10 +28,10 @@ from rlsys.apps.cli.main import app, run_command
 from rlsys.apps.running import run_to_end
 from rlsys.config.compose import load_config
 from rlsys.config.schema import RunConfig
-from rlsys.data.question import read_questions
 from rlsys.errors import RunError
 from rlsys.observe.outcome import render_summary
 from rlsys.observe.records import write_summary
+from rlsys.orchestrator.evaluation.heldout import heldout_questions
 from rlsys.orchestrator.resume import CHECKPOINTS
 from rlsys.orchestrator.run_logger import new_run_dir
 from rlsys.orchestrator.search_server import serving
@@ -89,7 +89,7 @@ def prepare_world(console: Console) -> None:
 async def find_ceiling(config: RunConfig) -> Ceiling:
     """Return the ceiling of the scripted policy on the evaluated questions and the run's own search server."""
     assert config.search.url is not None
-    questions = read_questions(config.task.eval_path, config.eval.limit)
+    questions = heldout_questions(config)
     async with SearchClient(config.search.url, topk=config.search.topk) as client:
 
         async def retrieve(query: str) -> list[str]:

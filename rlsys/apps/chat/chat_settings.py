@@ -19,9 +19,11 @@ from omegaconf.errors import OmegaConfBaseException
 
 from rlsys.apps.evaluation.evaluation_inputs import Model, as_error, is_about
 from rlsys.config.compose import as_dict, load_config, typed
+from rlsys.config.derived import heldout_files, train_files
 from rlsys.config.former import present
 from rlsys.config.schema import (
     CassetteConfig,
+    CurriculumConfig,
     RunConfig,
     SearchConfig,
     SearchR1Agent,
@@ -85,7 +87,10 @@ def settings_of(model: Model, options: ChatOptions) -> ChatSettings:
         config = replace(config, task=replace(config.task, max_turns=options.max_turns))
     if options.temperature is not None:
         config = replace(config, eval=replace(config.eval, temperature=options.temperature))
-    config = replace(config, search=search)
+    trained = config.task
+    # A conversation is of no source: it has the tools and limits of the task.
+    task = replace(trained, sources={}, curriculum=CurriculumConfig())
+    config = replace(config, search=search, task=task)
     _require_sound(config)
     flag = "--search-url" if options.search_url is not None else "--index" if options.index is not None else ""
     searches = search.enabled and config.task.max_turns > 0
@@ -100,7 +105,7 @@ def settings_of(model: Model, options: ChatOptions) -> ChatSettings:
     elif options.config is None and origin is None:
         prompt = search_prompt
     else:
-        prompt = _trained_prompt(config.task, notes)
+        prompt = _trained_prompt(trained, notes)
     return ChatSettings(config, prompt, tuple(notes))
 
 
@@ -180,6 +185,9 @@ def _with_run(here: RunConfig, file: Path, notes: list[str], *, only_limits: boo
         if only_limits:
             taken |= {"task": {"max_total_tokens": saved["task"]["max_total_tokens"]}, "search": {}}
         task, search, sampling = (_known(tree, key, known, unknown) for key, tree in taken.items())
+        # Sources tell where the prompts are. Their tools are not used, and must not be imported.
+        sources = task.get("sources", {})
+        task["sources"] = {name: {"train_path": source["train_path"]} for name, source in sources.items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as problem:
         raise UserError(
             f"{file} is not the config of a run: repair it, or give a config with -c.", code="malformed", key=str(file)
@@ -300,11 +308,14 @@ def _require(config: RunConfig, *keys: str) -> None:
 
 def _trained_prompt(task: TaskConfig, notes: list[str]) -> Callable[[str], str]:
     """Return the prompt template of the training rows, else Search-R1's."""
-    file = next((file for file in map(Path, (task.train_path, task.eval_path)) if file.is_file()), None)
+    files = [Path(each.path) for each in (*train_files(task), *heldout_files(task))]
+    file = next((file for file in files if file.is_file()), None)
     template = None if file is None else template_of(file)
     if template is not None:
         return template
-    why = f"{task.train_path} does not exist here" if file is None else f"The prompts of {file} share no template"
+    why = f"{files[0] if files else 'task.train_path'} does not exist here"
+    if file is not None:
+        why = f"The prompts of {file} share no template"
     notes.append(f"{why}, so Search-R1's prompt is used: give another with --prompt.")
     return search_prompt
 

@@ -16,6 +16,7 @@ from tempfile import TemporaryDirectory
 from typing import TypeVar, get_type_hints
 
 from rlsys.apps.data.prepare import SETS
+from rlsys.config.derived import heldout_files, source_key
 from rlsys.config.schema import GatewayAgent, RolloutConfig, RunConfig, kinds_in_words, variant
 from rlsys.data.question import Question, read_questions
 from rlsys.errors import RunError, UserError, in_one
@@ -89,17 +90,18 @@ class EvaluationInputs:
 async def find_inputs(
     config: RunConfig, baseline: Baseline, names: Sequence[str], data_dir: Path, model: Path | None, hf: Path | None
 ) -> EvaluationInputs:
-    """Return the inputs given by flags and `config`; without `names`, the questions are `task.eval_path`.
+    """Return the inputs given by flags and `config`; without `names`, the questions are the held-out ones of `config`.
 
     Raises UserError with one line per problem, or RunError if the only problem is an unreachable search server.
     """
     problems: list[UserError | RunError] = []
-    ignored = ["task.train_path"]  # An evaluation needs no training questions.
+    # An evaluation needs no training questions.
+    ignored = ["task.train_path", *(source_key(name, "train_path") for name in config.task.sources)]
     if isinstance(config.task.agent, GatewayAgent):
         ignored += ["task.agent.kind", "task.agent.credit"]  # What an agent of several contexts cannot be trained with.
-    sources = [Source(config.task.eval_path, Path(config.task.eval_path))]
+    sources = [Source(file.source or file.path, Path(file.path), file.source) for file in heldout_files(config.task)]
     if names:
-        ignored.append("task.eval_path")
+        ignored += ["task.eval_path", *(source_key(name, "eval_path") for name in config.task.sources)]
         sources = _attempt(lambda: find_sources(names, data_dir), problems) or []
     given = f"model.path={config.model.path}" if model is None else f"--model {model}"
     found = _attempt(lambda: find_model(model or Path(config.model.path), hf, given), problems)
@@ -278,6 +280,8 @@ class Source:
 
     label: str
     path: Path
+    source: str = ""
+    """Name of the task's source that the questions belong to."""
 
 
 def find_sources(data: Sequence[str], folder: Path) -> list[Source]:
@@ -305,9 +309,9 @@ def questions_of(sources: Sequence[Source], config: RunConfig) -> list[Question]
     """Return up to `eval.limit` questions per source, with unique ids and their set's name. Raises UserError."""
     found = []
     for source in sources:
-        questions = read_questions(source.path, config.eval.limit)
+        questions = read_questions(source.path, config.eval.limit, source.source)
         # Files of the same name, such as test.jsonl of two sets, use the same question ids.
-        prefix = "" if len(sources) == 1 else f"{source.label}/"
+        prefix = "" if len(sources) == 1 or source.source else f"{source.label}/"
         for question in whole_batches(questions, config.compat.validation_batch):
             data_source = question.data_source or source.label
             found.append(replace(question, uid=f"{prefix}{question.uid}", data_source=data_source))

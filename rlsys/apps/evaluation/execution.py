@@ -90,7 +90,8 @@ def limits_of(baseline: Baseline, config: RunConfig) -> RunConfig:
         return config
     room = config.task.max_total_tokens - config.task.max_turn_tokens
     agent = config.task.agent if isinstance(config.task.agent, SearchR1Agent) else SearchR1Agent()
-    task, rollout = replace(config.task, max_prompt_tokens=room, tools=[], agent=agent), config.rollout
+    task = replace(config.task, max_prompt_tokens=room, tools=[], agent=agent, sources={})
+    rollout = config.rollout
     if baseline is not Baseline.search:
         task = replace(task, max_turns=0)
         rollout = replace(rollout, sampling=replace(rollout.sampling, stop=[f"</{task.tags.answer}>"]))

@@ -316,7 +316,7 @@ def _article(number: int, one: Answered) -> Tree.Element:
     article = Tree.Element("article", {"class": f"{verdict} set-{number}"})
     meta = _add(article, "p", **{"class": "meta"})
     _add(meta, "strong", verdict)
-    facts = [title_of(question.data_source), question.uid, f"answer {trajectory.sample + 1}"]
+    facts = [title_of(question.set_name), question.uid, f"answer {trajectory.sample + 1}"]
     facts += [f"{trajectory.searches} searches", f"{one.tokens} tokens", f"ended by {trajectory.finish.value}"]
     _add(meta, "span", " · ".join(facts))
     _add(article, "h2", question.text or question.prompt.strip())

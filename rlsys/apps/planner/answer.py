@@ -20,7 +20,7 @@ from rlsys.cluster.planning.cost import DEVICE, EXPECTED, SPEEDS
 from rlsys.cluster.planning.placement import memory_problems, parse_placement
 from rlsys.cluster.planning.resolve import make_plan, overlap
 from rlsys.config.compose import PROJECT_CONFIGS
-from rlsys.config.derived import has_critic, max_staleness, megatron_groups
+from rlsys.config.derived import has_critic, heldout_files, max_staleness, megatron_groups, train_files
 from rlsys.config.schema import AsyncSchedule, Device, Mode, RunConfig
 from rlsys.errors import UserError
 from rlsys.observe.spans import stage_seconds
@@ -188,7 +188,8 @@ class Planner:
 
 def check(config: RunConfig) -> None:
     """Raise UserError if `config` cannot run on its machines, whatever the files of its data."""
-    validate(config, ignored=NOT_CHECKED)
+    files = (*train_files(config.task), *heldout_files(config.task))
+    validate(config, ignored=(*NOT_CHECKED, *(file.key for file in files)))
     # `validate` checks memory only if all else is sound, the files of the data included.
     for problem in memory_problems(config, make_plan(config)):
         raise UserError(problem.sentence, code=problem.code, key=problem.key)

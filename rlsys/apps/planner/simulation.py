@@ -36,7 +36,8 @@ from rlsys.apps.planner.workload import Workload
 from rlsys.cluster.planning.placement import CRITIC, parse_placement
 from rlsys.config.derived import has_critic, max_staleness, megatron_groups, scores_with_policy
 from rlsys.config.schema import Mode, Packing, RunConfig, SyncMode
-from rlsys.data.question import PromptSource, Question
+from rlsys.data.prompt_source import PromptSource
+from rlsys.data.question import Question
 from rlsys.data.trajectory import Group, Trajectory
 from rlsys.observe import status
 from rlsys.observe.spans import Span, Tracer

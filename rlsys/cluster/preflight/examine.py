@@ -31,7 +31,15 @@ from rlsys.cluster.planning.memory import BYTES, GIB, state_bytes
 from rlsys.cluster.planning.placement import USABLE, fullest_device, launch_problems, memory_fix, parse_placement
 from rlsys.cluster.planning.resolve import make_plan
 from rlsys.cluster.preflight.machine import Gpus, RayCluster, SearchAnswer, ThisMachine, Unseen
-from rlsys.config.derived import chosen_layers, has_critic, has_reference, moves_reference, needs_server
+from rlsys.config.derived import (
+    chosen_layers,
+    has_critic,
+    has_reference,
+    heldout_files,
+    moves_reference,
+    needs_server,
+    train_files,
+)
 from rlsys.config.problems import Problem
 from rlsys.config.schema import Attention, Device, Layers, RunConfig, SearchConfig, SyncMode
 from rlsys.data.question import Question, read_questions
@@ -158,7 +166,7 @@ def examine(
     if MODEL not in bad:
         yield from model_findings(Path(config.model.path), config.model.family)
     question = ""
-    for key, path in (("task.train_path", config.task.train_path), ("task.eval_path", config.task.eval_path)):
+    for _, key, path in (*train_files(config.task), *heldout_files(config.task)):
         if key not in bad:
             finding, first = data_findings(key, Path(path))
             question = question or (first.text if first else "")

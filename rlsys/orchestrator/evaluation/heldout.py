@@ -12,6 +12,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import asdict, dataclass
 from statistics import fmean
 
+from rlsys.config.derived import heldout_files, task_of
 from rlsys.config.schema import RunConfig
 from rlsys.data.question import Question, read_questions
 from rlsys.data.trajectory import Finish, Trajectory
@@ -27,7 +28,7 @@ EVALUATION_METRICS = (
     Metric(
         "eval/em/<source>",
         "share",
-        "the same, for one data source, if there are several",
+        "the same, for one source of `task.sources`, or for one data set of the file, if there are several",
         "S `val/test_score/<data source>`",
     ),
     Metric("eval/em_hop_<hops>", "share", "the same, for questions with this number of hops"),
@@ -100,8 +101,8 @@ class Evaluation:
 
     @property
     def by_source(self) -> dict[str, Evaluation]:
-        """Data source -> its part of the evaluation, in order of first appearance."""
-        return self._parts(lambda answer: answer.question.data_source)
+        """Source of the task, or else data set -> its part of the evaluation, in order of first appearance."""
+        return self._parts(lambda answer: answer.question.set_name)
 
     @property
     def by_hop(self) -> dict[str, Evaluation]:
@@ -151,7 +152,7 @@ def answer_line(answer: Answered) -> str:
     """Return one JSON line of an answers file. Characters that UTF-8 cannot encode become question marks."""
     question, trajectory = answer.question, answer.trajectory
     row = {
-        "set": question.data_source,
+        "set": question.set_name,
         "uid": question.uid,
         "sample": trajectory.sample,
         "question": question.text or question.prompt,
@@ -169,7 +170,13 @@ def answer_line(answer: Answered) -> str:
 
 def heldout_questions(config: RunConfig) -> list[Question]:
     """Return the held-out questions of a run. Raises UserError if `compat.validation_batch` leaves none."""
-    return whole_batches(read_questions(config.task.eval_path, config.eval.limit), config.compat.validation_batch)
+    return [
+        question
+        for file in heldout_files(config.task)
+        for question in whole_batches(
+            read_questions(file.path, config.eval.limit, file.source), config.compat.validation_batch
+        )
+    ]
 
 
 def whole_batches(questions: list[Question], batch: int | None) -> list[Question]:
@@ -193,8 +200,14 @@ def plain_score(trajectory: Trajectory, question: Question) -> AnswerScores:
 
 def heldout_score(config: RunConfig) -> Callable[[Trajectory, Question], AnswerScores]:
     """Return the scoring function for a run, which extracts the answer as `compat.answer_over_prompt` specifies."""
-    parser = EpisodeParser(config.task.tags, config.compat, tool_tags(config.task.tools))
-    return lambda trajectory, question: scores_of(parser.read(question, trajectory).answer, question.answers)
+    tasks = {name: task_of(config.task, name) for name in ("", *config.task.sources)}
+    parsers = {name: EpisodeParser(task.tags, config.compat, tool_tags(task.tools)) for name, task in tasks.items()}
+
+    def score(trajectory: Trajectory, question: Question) -> AnswerScores:
+        parser = parsers.get(question.source, parsers[""])
+        return scores_of(parser.read(question, trajectory).answer, question.answers)
+
+    return score
 
 
 async def evaluate(

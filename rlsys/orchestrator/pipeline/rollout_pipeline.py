@@ -33,7 +33,8 @@ from heapq import heappop, heappush
 from itertools import islice
 from typing import NamedTuple, Protocol
 
-from rlsys.data.question import Question, SourceState
+from rlsys.data.prompt_source import SourceState
+from rlsys.data.question import Question
 from rlsys.data.trajectory import Group, Sample, Scores, Trajectory
 from rlsys.errors import RunError
 from rlsys.observe import status
@@ -124,8 +125,17 @@ class Prompts(Protocol):
     def give_back(self, question: Question) -> None:
         """Return `question` to the source, which hands it out again."""
 
+    def observe(self, prompt_group: int, group: Group) -> None:
+        """Take note of a rewarded group, once."""
+
+    def end_step(self) -> None:
+        """Let the groups observed so far change what is drawn next."""
+
     def state(self) -> SourceState:
         """Return the cursor from which a resumed run continues with the same prompts."""
+
+    def metrics(self) -> Mapping[str, float]:
+        """Return the metrics of the source."""
 
 
 class Devices(Protocol):
@@ -292,6 +302,7 @@ class RolloutPipeline:
         No group becomes unschedulable here: `take` already dropped the groups whose only place was in this step.
         """
         self.scheduler.close_step()
+        self.prompts.end_step()
         self._show_rollouts()
         self._changed.set()  # With `max_wait`, a closed step makes room for other groups.
 
@@ -366,10 +377,12 @@ class RolloutPipeline:
             return
         if group is None:
             self._drop(prompt_group, DropReason.lost)
-        elif reason := self.scheduler.finish_rolling(prompt_group, group.oldest_version, group.has_spread):
-            self._drop(prompt_group, reason)
         else:
-            self._rewarded[prompt_group] = group
+            self.prompts.observe(prompt_group.number, group)
+            if reason := self.scheduler.finish_rolling(prompt_group, group.oldest_version, group.has_spread):
+                self._drop(prompt_group, reason)
+            else:
+                self._rewarded[prompt_group] = group
         self._drop_unschedulable()
 
     def _forget_task(self, prompt_group: PromptGroup, _: asyncio.Task[None]) -> None:

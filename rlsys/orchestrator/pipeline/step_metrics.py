@@ -18,7 +18,8 @@ from rlsys.algorithms.corrections import CorrectionStats, measure
 from rlsys.algorithms.kl import DISTINCT, SAMPLED
 from rlsys.algorithms.losses import explained_variance
 from rlsys.config.algorithm import CorrectionConfig
-from rlsys.data.answers import normalize, score
+from rlsys.config.schema import TaskConfig
+from rlsys.data.answers import normalize, passes, score
 from rlsys.data.trajectory import Action, Finish, Group, Sample, Trajectory, Turn
 from rlsys.observe.metrics import Metric
 from rlsys.orchestrator.pipeline.grouping import mean_kl
@@ -124,6 +125,13 @@ EPISODE_METRICS = (
     ),
     Metric("gateway/tokens/<cause>", "tokens", "trained tokens of the branches that began for this cause"),
 )
+SOURCE_METRICS = (
+    Metric("sources/<source>/groups", "groups", "trained prompt groups of a source in `task.sources`"),
+    Metric("sources/<source>/reward", "reward", "mean reward of their episodes"),
+    Metric("sources/<source>/pass_rate", "share", "episodes of theirs that [passed](how-to/sources.md#curriculum)"),
+    Metric("sources/<source>/response_tokens", "tokens", "mean length after the prompt, observations included"),
+    Metric("sources/<source>/share", "share", "share of the source in new prompts, under `task.curriculum`"),
+)
 TOKEN_METRICS = (
     Metric("staleness/lag_<k>", "share", "trained tokens with staleness k"),
     Metric("staleness/max staleness/mean", "versions", "staleness of trained tokens"),
@@ -160,12 +168,11 @@ _TRAINING_PASSES = 3
 
 
 def step_metrics(
-    groups: Sequence[Group], version: int, correction: CorrectionConfig, answer_tag: str
+    groups: Sequence[Group], version: int, correction: CorrectionConfig, task: TaskConfig
 ) -> dict[str, float]:
     """Return all metrics of a step's groups by name.
 
-    `version` is the weight version that was trained, and `answer_tag` is `task.tags.answer`. Requires at least one group;
-    every group must have a sample.
+    `version` is the weight version that was trained. Requires at least one group; every group must have a sample.
     """
     samples = _samples(groups)
     trajectories = [sample.trajectory for sample in samples]
@@ -175,7 +182,8 @@ def step_metrics(
         **critic_metrics(samples),
         **divergence_metrics(samples),
         **group_metrics(groups),
-        **answer_metrics(groups, answer_tag),
+        **answer_metrics(groups, task.tags.answer),
+        **source_metrics(groups, task),
         **_episode_metrics(trajectories),
         **_tool_metrics(trajectories),
         **_branch_metrics(trajectories),
@@ -286,6 +294,24 @@ def answer_metrics(groups: Sequence[Group], tag: str) -> dict[str, float]:
         "answers/many_share": fmean(count_answer_tags(sample.trajectory.turns, tag) > 1 for sample in samples),
         "answers/same_share": same / len(samples),
     }
+
+
+def source_metrics(groups: Sequence[Group], task: TaskConfig) -> dict[str, float]:
+    """Return the metrics of each source's trained groups; only their number, 0, of a source without any."""
+    found: dict[str, float] = {}
+    for name, source in task.sources.items():
+        own = [group for group in groups if group.question.source == name]
+        found[f"sources/{name}/groups"] = len(own)
+        if not own:
+            continue
+        samples = [(sample, group.question) for group in own for sample in group.samples]
+        trajectories = [sample.trajectory for sample, _ in samples]
+        found |= {
+            f"sources/{name}/reward": fmean(sample.reward for sample, _ in samples),
+            f"sources/{name}/pass_rate": fmean(passes(*one, source.pass_reward) for one in samples),
+            f"sources/{name}/response_tokens": fmean(len(one.tokens) - one.prompt_length for one in trajectories),
+        }
+    return found
 
 
 def _episode_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:

@@ -45,6 +45,7 @@ import numpy as np
 
 from rlsys.components import one_line
 from rlsys.config.custom import REQUIRED, OwnComponent, custom_variant, own_component
+from rlsys.config.derived import reward_of, source_key, task_of
 from rlsys.config.schema import (
     JUDGE_PLACEHOLDERS,
     CompatConfig,
@@ -250,8 +251,29 @@ def _searched(turn: Turn) -> bool:
     return turn.action is Action.SEARCH and bool(turn.observation)
 
 
+class _SourceRewards:
+    """Parser and terms for the questions of one source."""
+
+    def __init__(
+        self,
+        config: RewardConfig,
+        task: TaskConfig,
+        compat: CompatConfig,
+        judge: Judge | None,
+        calls: TimedCalls | None,
+    ) -> None:
+        self.parser = EpisodeParser(task.tags, compat, tool_tags(task.tools))
+        self.weights = weights_of(config)
+        known: dict[str, Callable[[ParsedEpisode], Sequence[float] | Awaitable[Sequence[float]]]] = {
+            **pure_terms(config, task),
+            **({JUDGE: _judged_by(judge)} if judge else {}),
+            **({name: CustomTerm(name, config, calls) for name in self.weights if "." in name} if calls else {}),
+        }
+        self.terms = {name: known[name] for name in self.weights}
+
+
 class Rewards:
-    """Rewards episodes on one event loop; call `close` at the end.
+    """Rewards episodes on one event loop, each by the terms of its source; call `close` at the end.
 
     `transport` replaces the judge's network in tests. Raises UserError with one line per config problem, and
     with the code and key of the first problem.
@@ -265,43 +287,38 @@ class Rewards:
         *,
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
-        problems = list(check_terms(config, task))
+        problems = [*check_terms(config, task), *check_source_terms(config, task)]
         if problems:
             sentences = "\n".join(map(str, problems))
             raise UserError(sentences, code=problems[0].code, key=problems[0].key)
         self._config = config
-        self._weights = weights_of(config)
-        self._parser = EpisodeParser(task.tags, compat, tool_tags(task.tools))
-        self._judge = _judge(config.judge, transport) if JUDGE in self._weights else None
-        self._calls = TimedCalls(config.custom_timeout_s) if any("." in name for name in self._weights) else None
-        known: dict[str, Callable[[ParsedEpisode], Sequence[float] | Awaitable[Sequence[float]]]] = {
-            **pure_terms(config, task),
-            **({JUDGE: _judged_by(self._judge)} if self._judge else {}),
-            **(
-                {name: CustomTerm(name, config, self._calls) for name in self._weights if "." in name}
-                if self._calls
-                else {}
-            ),
+        by_source = {"": config} | {name: reward_of(config, source) for name, source in task.sources.items()}
+        used = {name for each in by_source.values() for name in weights_of(each)}
+        self._judge = _judge(config.judge, transport) if JUDGE in used else None
+        self._calls = TimedCalls(config.custom_timeout_s) if any("." in name for name in used) else None
+        self._by_source = {
+            name: _SourceRewards(each, task_of(task, name), compat, self._judge, self._calls)
+            for name, each in by_source.items()
         }
-        self._terms = {name: known[name] for name in self._weights}
 
     async def score(self, question: Question, trajectory: Trajectory) -> Scored:
         """Return the reward of one episode of `question`; a reward that its agent has returned replaces the terms.
 
         Raises RunError if the judge does not respond, and UserError if a user-defined term fails.
         """
-        episode = self._parser.read(question, trajectory)
+        of_source = self._by_source[question.source]
+        episode = of_source.parser.read(question, trajectory)
         if (given := trajectory.agent_reward) is not None:
             return Scored(given, tuple(episode.at_end(given)), {"agent": given})
         values = {}
-        for name, term in self._terms.items():
+        for name, term in of_source.terms.items():
             found = term(episode)
             values[name] = self._bounded(name, episode, await found if isinstance(found, Awaitable) else found)
         parts = {name: math.fsum(of_turns) for name, of_turns in values.items()}
         return Scored(
-            reward=math.fsum(self._weights[name] * part for name, part in parts.items()),
+            reward=math.fsum(of_source.weights[name] * part for name, part in parts.items()),
             turn_rewards=tuple(
-                math.fsum(self._weights[name] * of_turns[slot] for name, of_turns in values.items())
+                math.fsum(of_source.weights[name] * of_turns[slot] for name, of_turns in values.items())
                 for slot in range(episode.slots)
             ),
             parts=parts,
@@ -427,16 +444,23 @@ def weights_of(config: RewardConfig) -> Mapping[str, float]:
     return {name: weight for name, weight in weights.items() if weight != 0}
 
 
-def check_terms(config: RewardConfig, task: TaskConfig) -> Iterator[UserError]:
-    """Yield one UserError per problem of `config`."""
+def check_source_terms(config: RewardConfig, task: TaskConfig) -> Iterator[UserError]:
+    """Yield one UserError per problem of the terms that sources have instead of those of `config`."""
+    for name, source in task.sources.items():
+        if source.reward is not None:
+            yield from check_terms(reward_of(config, source), task_of(task, name), source_key(name, "reward"))
+        elif source.max_total_tokens is not None and "overlong" in weights_of(config):
+            yield from _overlong_problems(config, task_of(task, name))
+
+
+def check_terms(config: RewardConfig, task: TaskConfig, at: str = "reward.terms") -> Iterator[UserError]:
+    """Yield one UserError per problem of `config`, whose terms are the value of the key `at`."""
     weights = weights_of(config)
     if not weights:
-        sentence = (
-            "reward.terms gives every term the weight 0, so nothing can be learned: give one term another weight."
-        )
-        yield UserError(sentence, code="empty", key="reward.terms")
+        sentence = f"{at} gives every term the weight 0, so nothing can be learned: give one term another weight."
+        yield UserError(sentence, code="empty", key=at)
     for name, weight in weights.items():
-        key = f"reward.terms.{name}"
+        key = f"{at}.{name}"
         if not math.isfinite(weight):
             yield UserError(f"{key}={weight} must be finite.", code="out_of_range", key=key)
         elif name in PENALTIES and weight > 0:
@@ -444,8 +468,8 @@ def check_terms(config: RewardConfig, task: TaskConfig) -> Iterator[UserError]:
             yield UserError(sentence, code="out_of_range", key=key)
     for alias, name in ALIASES.items():
         if alias in weights and name in weights:
-            sentence = f"reward.terms.{alias} and reward.terms.{name} are the same term: remove one of them."
-            yield UserError(sentence, code="conflict", key=f"reward.terms.{alias}")
+            sentence = f"{at}.{alias} and {at}.{name} are the same term: remove one of them."
+            yield UserError(sentence, code="conflict", key=f"{at}.{alias}")
     known = (*pure_terms(config, task), JUDGE)
     for name in weights:
         if "." in name:
@@ -458,7 +482,7 @@ def check_terms(config: RewardConfig, task: TaskConfig) -> Iterator[UserError]:
             hint = (
                 f"did you mean {close[0]}?" if close else f"known are {', '.join(known)}, and package.module.function."
             )
-            yield UserError(f"reward.terms.{name} is not a term: {hint}", code="unknown", key=f"reward.terms.{name}")
+            yield UserError(f"{at}.{name} is not a term: {hint}", code="unknown", key=f"{at}.{name}")
     if JUDGE in weights:
         yield from _judge_problems(config.judge)
     if "overlong" in weights:

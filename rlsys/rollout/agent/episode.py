@@ -12,13 +12,23 @@ import inspect
 import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol, cast
 
 from rlsys.components import one_line
 from rlsys.config.custom import OwnComponent, own_component
-from rlsys.config.schema import CustomAgent, GatewayAgent, ReActAgent, SearchR1Agent, TaskConfig, TokenMode
+from rlsys.config.derived import task_of
+from rlsys.config.schema import (
+    CustomAgent,
+    GatewayAgent,
+    ReActAgent,
+    SearchR1Agent,
+    SourceConfig,
+    TaskConfig,
+    TokenMode,
+)
 from rlsys.data.question import Question
 from rlsys.data.trajectory import Finish, Trajectory
 from rlsys.errors import RunError, UserError
@@ -69,7 +79,7 @@ def agent_of(task: TaskConfig) -> EpisodeRunner | Gateway:
 
 
 class EpisodeTools:
-    """Engine, search, tools and agent that all episodes of one engine share.
+    """Engine, search, tools and agent that all episodes of one engine share; `of` has those of a question's source.
 
     Raises UserError for an agent that cannot play the task, and for unusable tools.
     """
@@ -94,17 +104,38 @@ class EpisodeTools:
         """Custom tools by name."""
         self.threads: dict[str, LoopThread | None] = {}
         """Tool name -> thread that runs the tool's code; None for the event loop of the episodes."""
-        try:
-            self._open([OpenTool(tool, LoopThread(tool.name)) for tool in custom] if custom is not None else None)
-        except BaseException:
-            self.close()
-            raise
-        has_own = isinstance(task.agent, CustomAgent | GatewayAgent)
-        self.resumes = not has_own and not any(map(has_state, self.custom.values()))
-        """True if an interrupted episode can go on elsewhere. An agent or tool with a state of its own begins anew."""
         self.begun_anew = 0
         """Total of episodes that had begun elsewhere, could not be resumed, and began anew here."""
         self._warned = False
+        self._of_source: dict[str, EpisodeTools] = {}
+        try:
+            self._open([OpenTool(tool, LoopThread(tool.name)) for tool in custom] if custom is not None else None)
+            self._require_format()
+            for name, source in task.sources.items():
+                self._open_source(name, source)
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def resumes(self) -> bool:
+        """True if an interrupted episode can go on elsewhere. An agent or tool with a state of its own begins anew."""
+        has_own = isinstance(self.task.agent, CustomAgent | GatewayAgent)
+        return not has_own and not any(map(has_state, self.custom.values()))
+
+    def of(self, question: Question) -> EpisodeTools:
+        """Return the tools of the episodes of a question: those of its source, if it has one."""
+        return self._of_source.get(question.source, self)
+
+    def _open_source(self, name: str, source: SourceConfig) -> None:
+        """Add the tools of a source. Engine, agent and, unless the source has its own, tools are those of the task."""
+        self._of_source[name] = own = copy(self)
+        own.task, own._of_source = task_of(self.task, name), {}
+        own.search = None if source.search is False else self.search
+        if source.tools is not None:
+            own.custom, own.threads = {}, {}
+            own._open(None)
+        own._require_format()
 
     def _open(self, given: Sequence[OpenTool] | None) -> None:
         """Take the tools `given`, or open those of the task."""
@@ -112,6 +143,9 @@ class EpisodeTools:
         shared = Shared(self.search, lambda text: self.codec.encode_spans(text).spans, room)
         for each in open_tools(self.task, shared) if given is None else given:
             self.custom[each.tool.name], self.threads[each.tool.name] = each
+
+    def _require_format(self) -> None:
+        """Raise UserError if the model's chat template cannot present the tools."""
         if isinstance(self.task.agent, ReActAgent):
             ChatFormat(self.codec, self.custom, searches=self.search is not None)
 
@@ -141,7 +175,8 @@ class EpisodeTools:
         """Return totals since the start: episodes begun anew; of the gateway, agents that failed and requests without an
         answer."""
         counts = self.agent.counts if isinstance(self.agent, Gateway) else {}
-        begun_anew = {} if self.resumes else {"episodes_begun_anew": self.begun_anew}
+        resumes = all(tools.resumes for tools in (self, *self._of_source.values()))
+        begun_anew = {} if resumes else {"episodes_begun_anew": self.begun_anew}
         return {**begun_anew, **{f"gateway_{name}": count for name, count in counts.items()}}
 
     def warn_of_beginning_anew(self) -> None:
@@ -158,8 +193,11 @@ class EpisodeTools:
         """
         if isinstance(self.agent, Gateway):
             self.agent.close()
-        threads, self.threads = self.threads, {}
-        abandon(threads.values())
+        threads = [*self.threads.values()]
+        for tools in self._of_source.values():
+            threads += tools.threads.values()
+        self.threads, self._of_source = {}, {}
+        abandon(threads)
 
 
 async def run_episode(
@@ -183,8 +221,9 @@ class Episode:
         progress: PartialEpisode | None = None,
     ) -> None:
         """`progress` is from the same question, task and tokenizer; the episode resumes after the turns in it."""
+        everywhere, tools = tools, tools.of(question)
         if progress is not None and not tools.resumes:
-            tools.begun_anew += 1
+            everywhere.begun_anew += 1
             progress = None
         self._question, self._sample, self._tools = question, sample, tools
         facts = EpisodeFacts(question, sample)

@@ -21,11 +21,18 @@ from rlsys.apps.evaluation.results import (
     summarise,
     write_results,
 )
-from rlsys.config.schema import CompatConfig, RunConfig, TaskConfig
+from rlsys.config.schema import CompatConfig, EvalConfig, RunConfig, SourceConfig, TaskConfig
 from rlsys.data.question import Question
 from rlsys.data.trajectory import Action, Finish, Trajectory
 from rlsys.observe import status
-from rlsys.orchestrator.evaluation.heldout import Answered, Evaluation, evaluate, heldout_questions, heldout_score
+from rlsys.orchestrator.evaluation.heldout import (
+    Answered,
+    Evaluation,
+    answer_line,
+    evaluate,
+    heldout_questions,
+    heldout_score,
+)
 from rlsys.orchestrator.evaluation.scores import bootstrap, wilson
 from rlsys.rollout.tools.interface import named_tools
 from tests.support.answers import SEARCH, answered, asked, turn
@@ -147,6 +154,25 @@ def test_the_last_partial_batch_is_left_out_only_under_the_quirk(tmp_path: Path)
         assert len(heldout_questions(config(file, validation_batch=batch))) == asked_for
     with refused("conflict", "compat.validation_batch"):
         heldout_questions(config(file, validation_batch=8))
+
+
+def test_held_out_questions_of_sources_are_reported_by_source(tmp_path: Path) -> None:
+    """Both rows name the same data set. The limit counts for each file, and tools are those of the source."""
+    row = json.dumps({"question": "Q?", "golden_answers": ["7"], "data_source": "sets"}) + "\n"
+    (tmp_path / "test.jsonl").write_text(2 * row)
+    calculator = named_tools(["rlsys.rollout.tools.calculator.Calculator"])
+    own = SourceConfig(eval_path=str(tmp_path / "test.jsonl"), tools=calculator)
+    sources = {"wiki": replace(own, tools=None), "sums": own, "unasked": SourceConfig()}
+    settings = RunConfig(task=TaskConfig(sources=sources), eval=EvalConfig(limit=1))
+    questions = heldout_questions(settings)
+    assert [(one.uid, one.source) for one in questions] == [("wiki/test:1", "wiki"), ("sums/test:1", "sums")]
+    wrong = episode("<answer>no</answer>")
+    called = episode(("<calculator>3 + 4</calculator>", "7"), "<answer>7</answer>", tools={"calculator": "calculator"})
+    score = heldout_score(settings)
+    given = [Answered(one, said, score(said, one)) for one, said in zip(questions, (wrong, called), strict=True)]
+    found = Evaluation(0, tuple(given)).metrics()
+    assert (found["em"], found["em/wiki"], found["em/sums"]) == (0.5, 0.0, 1.0)
+    assert [json.loads(answer_line(one))["set"] for one in given] == ["wiki", "sums"]
 
 
 def test_an_answer_after_a_call_of_a_tool_counts() -> None:

@@ -15,6 +15,7 @@ from rlsys.apps.evaluation.evaluation_inputs import (
     find_inputs,
     find_model,
     find_sources,
+    questions_of,
 )
 from rlsys.config.compose import load_config
 from rlsys.config.schema import RunConfig
@@ -139,6 +140,22 @@ async def problems_of(config: RunConfig, *names: str, **flags: object) -> list[s
     with pytest.raises(UserError) as caught:
         await want(config, *names, **flags)  # type: ignore[arg-type]
     return [line.partition(" ")[0] for line in str(caught.value).splitlines()]
+
+
+async def test_the_held_out_questions_of_sources_are_asked_without_their_training_questions(own: str) -> None:
+    """The ids are those of an evaluation during the run."""
+    Path(own).write_text('{"question": "Q?", "golden_answers": ["a"]}\n')
+    none = "task.sources={one: {train_path: none, eval_path: OWN}, two: {train_path: none, eval_path: OWN}}"
+    files = ("task.train_path=null", "task.eval_path=null")
+    config = config_of(*files, none.replace("OWN", own))
+    inputs = await want(config)
+    assert [(one.uid, one.source) for one in questions_of(inputs.sources, config)] == [
+        ("one/own:1", "one"),
+        ("two/own:1", "two"),
+    ]
+    missing = config_of(*files, none.replace("OWN", "nowhere"))
+    assert await problems_of(missing) == [f"task.sources.{name}.eval_path=nowhere" for name in ("one", "two")]
+    assert [one.source for one in questions_of((await want(missing, own)).sources, missing)] == [""]
 
 
 async def test_all_relevant_problems_are_reported_at_once(own: str) -> None:

@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from rlsys.config.schema import ClusterConfig, RunConfig
+from rlsys.config.schema import ClusterConfig, RunConfig, TaskConfig
 from rlsys.data.question import Question
 from rlsys.data.trajectory import Sample, Trajectory
 from rlsys.observe.spans import Tracer
@@ -40,7 +40,7 @@ LEFT_OUT: tuple[tuple[type, frozenset[str]], ...] = (
         Record,
         frozenset(
             {"script", "prompt_groups", "ended", "told", "trained", "dropped", "begun", "_worker_calls", "states"}
-            | {"_accumulated", "_scored"}
+            | {"_accumulated", "_scored", "counted"}
         ),
     ),
     (StalenessScheduler, frozenset({"_ended", "record"})),
@@ -49,7 +49,7 @@ LEFT_OUT: tuple[tuple[type, frozenset[str]], ...] = (
     (Supervisor, frozenset({"_unrecovered", "_heartbeats"})),
 )
 _CONSTANTS = (
-    *(Script, RunConfig, ClusterConfig, Tracer, PurePath),
+    *(Script, RunConfig, ClusterConfig, TaskConfig, Tracer, PurePath),
     *(asyncio.AbstractEventLoop, types.ModuleType, types.CodeType, types.FrameType, type, Context),
 )
 _ATOMS = frozenset({type(None), bool, int, float, str, bytes})

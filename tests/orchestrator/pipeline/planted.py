@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from rlsys.data.question import PromptSource
+from rlsys.data.prompt_source import PromptSource
 from rlsys.orchestrator.pipeline.rollout_pipeline import RolloutPipeline as Pipeline
 from rlsys.orchestrator.pipeline.scheduler import StalenessScheduler as Scheduler
 from tests.orchestrator.pipeline.simulation import Parts
@@ -105,6 +105,10 @@ PLANTED_IN_RESUMING = [
     bug(
         "questions that were given back are forgotten", Broken.conserved, PromptSource.__init__,
         "state.given_back if state else ()", "()",
+    ),
+    bug(
+        "groups that the curriculum has yet to count are forgotten", Broken.counted, PromptSource.__init__,
+        "state.uncounted if state else ()", "()",
     ),
 ]  # fmt: skip
 """Bugs that show only if a run is killed and resumed."""

@@ -65,6 +65,8 @@ class Script:
     fills_micro_batches: int = 1
     """Number of samples that are worth a call of the learner."""
     questions: int = 5
+    two_sources: bool = False
+    """True if the questions are of two sources, which have a curriculum."""
     engines: int = 1
     slots: int = 4
     turns: int = 3
@@ -167,6 +169,7 @@ class Script:
             critic=critic,
             warmup=pick([0, 0, 1]) if critic else 0,
             questions=questions,
+            two_sources=seed % 3 == 0 and questions > 1,
             engines=engines,
             slots=rng.randint(1, 8),
             turns=pick([1, 3, 6]),

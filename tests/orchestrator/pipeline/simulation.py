@@ -12,9 +12,11 @@ import random
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from itertools import chain
 
 from rlsys.apps.planner.virtual_time import EndlessError, HangError, run_virtually
-from rlsys.data.question import PromptSource, SourceState
+from rlsys.config.schema import CurriculumConfig, SourceConfig, TaskConfig
+from rlsys.data.prompt_source import PromptSource, SourceState
 from rlsys.errors import root_cause
 from rlsys.observe import status
 from rlsys.orchestrator.membership import NoEngineLeft
@@ -74,6 +76,16 @@ class Saved:
     record: Record
 
 
+def task_of(script: Script) -> TaskConfig:
+    """Return the task: without sources, or with two, whose weights change if the window is short."""
+    if not script.two_sources:
+        return TaskConfig()
+    sources = {"few": SourceConfig(pass_reward=1.0), "many": SourceConfig(weight=1.5, pass_reward=1.0)}
+    return TaskConfig(
+        sources=sources, curriculum=CurriculumConfig(easy_threshold=0.5, window=10**6 if script.seed % 2 else 2)
+    )
+
+
 class Simulation:
     """A run that begins anew or from the state that an earlier life saved, and that ends or is killed."""
 
@@ -85,8 +97,11 @@ class Simulation:
         self._moment, self._killed = moment, False
         self.ended_early = False
         """True if the run ended because no engine was left."""
-        self.questions = [question(number) for number in range(script.questions)]
-        self.prompts = parts.prompts(self.questions, 0, saved.state.prompts if saved else None)
+        names = [*task.sources] if (task := task_of(script)).sources else [""]
+        self.questions = [
+            replace(question(number), source=names[number % len(names)]) for number in range(script.questions)
+        ]
+        self.prompts = parts.prompts(self.questions, 0, saved.state.prompts if saved else None, task)
         self.engines = PooledEngines(script, record) if script.pooled else Engines(script, record)
         self.learners = {name: Learner(name, script, record) for name in LEARNERS}
         self.devices = Devices(script, record)
@@ -232,10 +247,27 @@ class Simulation:
         record.hold(Property.once, self.scheduler.dropped == counted, f"counted {self.scheduler.dropped}")
         ended = [(one.number, one.outcome) for one in [*record.told, *self.scheduler.ended()]]
         record.hold(Property.once, ended == [*record.ended.items()], f"the scheduler tells of {ended}")
-        fresh = PromptSource(self.questions, seed=0)
-        asked = Counter(fresh.next().uid for _ in range(self.prompts.position))
-        found = Counter(one.uid for one in [*record.trained, *self.prompts.state().given_back]) + self._for_good()
+        state = self.prompts.state()
+        asked = self._asked(state)
+        found = Counter(one.uid for one in [*record.trained, *state.given_back]) + self._for_good()
         record.hold(Property.conserved, asked == found, f"asked {asked}, found {found}")
+        if script.two_sources:
+            kept = [*state.uncounted, *chain.from_iterable(source.recent for source in state.sources.values())]
+            counted = sorted(count.prompt_group for count in kept)
+            every = task_of(script).curriculum.window < len(record.counted) or counted == sorted(record.counted)
+            once = len({*counted}) == len(counted) and {*counted} <= record.counted
+            record.hold(Property.counted, every and once, f"counted {counted}")
+
+    def _asked(self, state: SourceState) -> Counter[str]:
+        """Count the questions handed out for the first time: of each source, as many as its shuffle has given."""
+        left = {name: source.position for name, source in state.sources.items()} or {"": state.position}
+        fresh, asked = PromptSource(self.questions, seed=0), Counter[str]()
+        while any(left.values()):
+            one = fresh.next()
+            if left[one.source]:
+                left[one.source] -= 1
+                asked[one.uid] += 1
+        return asked
 
     def _for_good(self) -> Counter[str]:
         """Count dropped prompts that will not be asked again, by question."""

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from rlsys.data.question import PromptSource, Question
+from rlsys.data.prompt_source import PromptSource
+from rlsys.data.question import Question
 from rlsys.data.trajectory import Finish, Group, Trajectory
 from rlsys.orchestrator.pipeline.rollout_pipeline import Handlers, PipelineState, RolloutPipeline, ScoreBatchSize
 from rlsys.orchestrator.pipeline.scheduler import StalenessScheduler

@@ -14,7 +14,7 @@ from numpy.testing import assert_allclose, assert_array_equal
 from rlsys.algorithms.kl import KlController
 from rlsys.algorithms.losses import divisor, token_weights
 from rlsys.config.algorithm import AdvantageBaseline, AdvantageScale, Aggregation, AlgorithmConfig, ReturnsAdvantage
-from rlsys.config.schema import ParallelConfig
+from rlsys.config.schema import ParallelConfig, TaskConfig
 from rlsys.data.trajectory import Branch, Group, Sample, TopkLogprobs
 from rlsys.orchestrator.pipeline.grouping import finish, over_mini_batch
 from rlsys.orchestrator.pipeline.step_metrics import step_metrics, training_flops
@@ -181,7 +181,7 @@ def test_metrics_count_branches_and_their_tokens_by_cause() -> None:
     other = rewarded(replace(trajectory((1, 2)), branches=(Branch(0, "first"),)), 0.0)
     done = [replace(each, old_logprobs=np.zeros(len(each.trajectory.tokens), np.float32)) for each in (one, other)]
     groups = [Group(question(1), tuple(done))]
-    found = step_metrics(groups, 0, AlgorithmConfig().correction, "answer")
+    found = step_metrics(groups, 0, AlgorithmConfig().correction, TaskConfig())
     assert (found["gateway/branches/mean"], found["gateway/branches/max"]) == (1.5, 2)
     assert (found["gateway/tokens/first"], found["gateway/tokens/forked"]) == (2, 2)
     assert found["rollout/episodes"] == 2
@@ -189,5 +189,5 @@ def test_metrics_count_branches_and_their_tokens_by_cause() -> None:
     assert training_flops(groups, Flops(per_token=0.0, per_square=1.0)) == 3 * 17
     plain = [Group(question(1), (replace(done[0], trajectory=trajectory((1, 2, 3, 4, 5))), done[1]))]
     assert "gateway/branches/mean" not in step_metrics(
-        [replace(plain[0], samples=plain[0].samples[:1])], 0, AlgorithmConfig().correction, "answer"
+        [replace(plain[0], samples=plain[0].samples[:1])], 0, AlgorithmConfig().correction, TaskConfig()
     )

@@ -10,7 +10,8 @@ import pytest
 
 from rlsys.apps.planner.virtual_time import now, run_virtually
 from rlsys.config.schema import RunConfig, TrainerConfig
-from rlsys.data.question import PromptSource, Question
+from rlsys.data.prompt_source import PromptSource
+from rlsys.data.question import Question
 from rlsys.data.trajectory import Group, Sample, Scores, Trajectory
 from rlsys.errors import root_cause
 from rlsys.orchestrator.membership import NoEngineLeft

@@ -11,11 +11,13 @@ import numpy as np
 import pytest
 
 from rlsys.config.algorithm import CorrectionLevel
+from rlsys.config.schema import SourceConfig, TaskConfig
 from rlsys.data.trajectory import Action, Finish, Group, Sample, Trajectory, Turn
 from rlsys.orchestrator.pipeline.step_metrics import (
     answer_metrics,
     critic_metrics,
     divergence_metrics,
+    source_metrics,
     staleness_metrics,
     step_metrics,
 )
@@ -55,7 +57,7 @@ def figures_of(
     groups: Sequence[Group], version: int = 0, level: CorrectionLevel = CorrectionLevel.token
 ) -> dict[str, float]:
     """Return the metrics of a step without a KL in the reward."""
-    return step_metrics(groups, version, level, answer_tag="answer")
+    return step_metrics(groups, version, level, TaskConfig())
 
 
 def test_every_metric_has_the_value_worked_out_by_hand() -> None:
@@ -135,6 +137,30 @@ def test_answers_are_counted_by_tags_that_the_policy_wrote(texts: Sequence[str],
     groups = [Group(question(1), (sample(trajectory(turns=turns), 0.0),))]
     assert answer_metrics(groups, "answer")["answers/many_share"] == float(many)
     assert answer_metrics(groups, "reply")["answers/many_share"] == float("<reply>" in "".join(texts))
+
+
+def test_metrics_of_a_source_are_those_of_its_groups() -> None:
+    """Worked out by hand: `wiki` passes by exact match, `sums` from a reward of 0.5; nothing of `none` was trained."""
+    sources = {"wiki": SourceConfig(), "sums": SourceConfig(pass_reward=0.5), "none": SourceConfig()}
+    of_wiki = Group(
+        replace(question(1), source="wiki"),
+        (sample(trajectory(range(5), turns=[ANSWER]), 0.0), sample(trajectory(range(3)), 1.0)),
+    )
+    of_sums = [
+        Group(replace(question(number), source="sums"), (sample(trajectory(range(2), turns=[ANSWER]), reward),))
+        for number, reward in ((2, 0.5), (3, 0.25))
+    ]
+    assert source_metrics([of_wiki, *of_sums], TaskConfig(sources=sources)) == {
+        "sources/wiki/groups": 1,
+        "sources/wiki/reward": 0.5,
+        "sources/wiki/pass_rate": 0.5,
+        "sources/wiki/response_tokens": 3.0,
+        "sources/sums/groups": 2,
+        "sources/sums/reward": 0.375,
+        "sources/sums/pass_rate": 0.5,
+        "sources/sums/response_tokens": 1.0,
+        "sources/none/groups": 0,
+    }
 
 
 def with_versions(versions: Sequence[int], mask: Sequence[bool] | None = None) -> Sample:

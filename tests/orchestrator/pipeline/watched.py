@@ -50,6 +50,7 @@ class Property(StrEnum):
     waited = "no group is trained more steps after it became ready than allowed"
     replaced = "no more groups without spread are replaced in a step than allowed"
     pushed = "an engine uses only whole weights that were pushed as its version"
+    counted = "the curriculum counts every rewarded group once"
     resumed = "a resumed run goes on with every prompt group from what was begun of it, before it begins others"
 
 
@@ -70,9 +71,8 @@ class Record:
 
     def __init__(self, script: Script) -> None:
         self.script = script
-        self.version = 0
-        self.running = self.rewarded_now = 0
-        """Numbers of groups being generated and being rewarded; cancelled groups count until they have ended."""
+        self.version = self.running = self.rewarded_now = 0
+        """Number of steps closed; numbers of groups being generated and being rewarded; cancelled groups count until they have ended."""
         self.prompt_groups: dict[int, PromptGroup] = {}
         self.open: set[int] = set()
         self.taken: list[int] = []
@@ -95,11 +95,12 @@ class Record:
         """Stage -> its last status line."""
         self.resident: Callable[[], Collection[str]] = lambda: GROUPS
         """Worker groups that are on the devices."""
-        self.over = False
-        """True once the pipeline has ended; actions of the workers after that do not count."""
-        self.failed = False
+        self.over = self.failed = False
+        """True once the pipeline has ended, and after a worker's failure; later actions of workers do not count."""
         self.broken: Breach | None = None
         """First breach; later ones follow from it."""
+        self.counted: set[int] = set()
+        """Prompt groups whose rewards were known while they were rolling."""
         self.ended: dict[int, str] = {}
         """Prompt group -> `trained` or the reason of its drop, in the order of the ends."""
         self.told: list[GroupOutcome] = []
@@ -315,6 +316,7 @@ class _Watched(StalenessScheduler):
 
     def finish_rolling(self, prompt_group: PromptGroup, oldest: int | None, has_spread: bool) -> DropReason | None:
         reason = super().finish_rolling(prompt_group, oldest, has_spread)
+        self.record.counted.add(prompt_group.number)
         if reason is None:
             self.record.ready(prompt_group)
         return reason
