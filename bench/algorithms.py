@@ -31,7 +31,8 @@ from rlsys.config.compose import PROJECT_CONFIGS
 
 OUT = Path("outputs/bench")
 RESULT = OUT / "algorithms.json"
-PRESETS = tuple(sorted(file.stem for file in (PROJECT_CONFIGS / "algorithm").glob("*.yaml")))
+PRESETS = tuple(sorted({file.stem for file in (PROJECT_CONFIGS / "algorithm").glob("*.yaml")} - {"opd"}))
+"""All but the preset that needs a teacher, which bench/distil.py compares with RL."""
 ROWS: dict[str, tuple[str, ...]] = {
     **{name: (f"algorithm={name}",) for name in PRESETS},
     # The published update period of ten steps is longer than these runs.

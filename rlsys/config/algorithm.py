@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 
 from annotated_types import Ge, Unit
 
-from rlsys.config.bounds import AboveOne, Count, NotNegative, Positive, Share, Tokens
+from rlsys.config.bounds import AboveOne, Count, NotNegative, Positive, Seconds, Share, Tokens, Whole
 from rlsys.config.custom import TimedCustom
 
 AdvantageBaseline = StrEnum("AdvantageBaseline", ["none", "batch", "group", "leave_one_out"])
@@ -38,9 +38,9 @@ Aggregation = StrEnum("Aggregation", ["token-mean", "seq-mean-token-sum", "seq-m
 episode, mean over episodes. `seq-mean-token-mean`: Mean within each episode, mean over episodes. `fixed-length`: Sum
 within each episode divided by `loss_length`, mean over episodes."""
 
-KlPlace = StrEnum("KlPlace", ["loss", "reward"])
+KlPlace = StrEnum("KlPlace", ["loss", "reward", "advantage"])
 """Place of the KL term to the reference policy. `loss`: Added to the loss. `reward`: Subtracted from each token's
-reward."""
+reward. `advantage`: Subtracted from each token's advantage, after all baselines and scales."""
 
 
 KlTail = StrEnum("KlTail", ["exact", "upstream"])
@@ -66,6 +66,9 @@ LldsGate = StrEnum("LldsGate", ["turn", "trajectory", "token"])
 """Tokens whose log-probs must have fallen in total before any of them is penalised. `turn`: Those of a turn, that is of
 consecutive trained tokens. `trajectory`: Those of the episode, or of its branch. `token`: The token alone."""
 
+TeacherApi = StrEnum("TeacherApi", ["sglang", "openai"])
+"""API of a teacher's server. `sglang`: SGLang's `/generate` with log-probs of the input. `openai`: `/completions` of an
+OpenAI-compatible server, such as vLLM's, with `echo` and `logprobs`; the address ends in /v1."""
 
 OldLogprobs = StrEnum("OldLogprobs", ["recompute", "actor", "engine"])
 """Source of the old log-probs, the denominator of the ratio. `recompute`: A forward pass of the policy in the inference
@@ -241,6 +244,32 @@ class CustomKl(TimedCustom):
 
 
 @dataclass
+class TeacherConfig:
+    """Teacher of on-policy distillation. It takes the place of the reference policy: the KL term compares the policy
+    with it."""
+
+    model: str | None = None
+    """Folder of a Hugging Face checkpoint, which the groups load that would hold the reference, or address of a server,
+    such as http://127.0.0.1:30000; null is no teacher. Its tokenizer must be the policy's."""
+    family: str | None = None
+    """Model family of a folder; see `model.family`."""
+    pp_layers: Annotated[list[int] | None, Unit("layers")] = None
+    """Layers of a folder's model in each pipeline stage, in order; null splits evenly. The other parallel sizes are
+    those of the group that loads it."""
+    api: TeacherApi = TeacherApi.sglang
+    served_model: str = ""
+    """Name of the model in requests; required by `api=openai`."""
+    token_env: str | None = None
+    """Environment variable with the server's API key, on the driver's machine; null sends none."""
+    timeout_s: Seconds = 120.0
+    """Time limit of one HTTP request, which has one sequence."""
+    retries: Annotated[Whole, Unit("tries")] = 3
+    """Retries of a failed request, with growing pauses. If all fail, the run ends."""
+    max_concurrent: Annotated[Count, Unit("requests")] = 64
+    """Maximum number of requests in flight, which the server batches."""
+
+
+@dataclass
 class AlgorithmConfig:
     """Advantages, loss, KL term and reference policy."""
 
@@ -283,6 +312,7 @@ class AlgorithmConfig:
     """Steps between updates of the reference, with `ref_policy_ema_tau` below 1."""
     ref_policy_reset_period: Annotated[Count, Unit("steps")] | None = None
     """Steps after which the reference is replaced by the actor; null never replaces it."""
+    teacher: TeacherConfig = field(default_factory=TeacherConfig)
     eval_ref_policy: bool = False
     """Evaluate the reference policy too, after the last step. Needs a reference that changes during the run."""
     old_logprobs: OldLogprobs = OldLogprobs.recompute

@@ -117,6 +117,7 @@ _FREE = (
     *("model.layers", "model.recompute", "task.train_path", "task.eval_path"),
     *(f"{group}.timeout_s" for group in ("algorithm.advantage", "algorithm.policy_loss", "algorithm.kl_estimator")),
     "trainer.schedule.timeout_s",
+    *(f"algorithm.teacher.{name}" for name in ("timeout_s", "retries", "max_concurrent", "token_env")),
 )
 """Exceptions to `_LEARNS`: keys that do not affect learning. Paths may change because the content of the questions is
 compared."""

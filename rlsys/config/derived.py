@@ -28,6 +28,7 @@ from rlsys.config.schema import (
     Device,
     InferenceConfig,
     Layers,
+    LoraConfig,
     OnUpdate,
     RewardConfig,
     RunConfig,
@@ -138,8 +139,27 @@ def has_critic(algorithm: AlgorithmConfig) -> bool:
 
 
 def has_reference(algorithm: AlgorithmConfig) -> bool:
-    """True if the run holds a reference policy."""
-    return algorithm.kl_coef > 0 or algorithm.eval_ref_policy
+    """True if the run holds a reference policy, or a teacher in its place."""
+    return (algorithm.kl_coef > 0 and not asks_teacher(algorithm)) or algorithm.eval_ref_policy
+
+
+def asks_teacher(algorithm: AlgorithmConfig) -> bool:
+    """True if the teacher is behind an address."""
+    return "://" in (algorithm.teacher.model or "")
+
+
+def of_teacher(config: RunConfig) -> RunConfig | None:
+    """Return the config with the teacher's model in the place of the policy's; None unless the run holds a teacher."""
+    teacher = config.algorithm.teacher
+    if teacher.model is None or not has_reference(config.algorithm) or asks_teacher(config.algorithm):
+        return None
+    actor, inference = config.actor, config.inference
+    return replace(
+        config,
+        model=replace(config.model, path=teacher.model, family=teacher.family, lora=LoraConfig()),
+        actor=replace(actor, parallel=replace(actor.parallel, pp_layers=teacher.pp_layers)),
+        inference=replace(inference, parallel=replace(inference.parallel, pp_layers=teacher.pp_layers)),
+    )
 
 
 def moves_reference(algorithm: AlgorithmConfig) -> bool:

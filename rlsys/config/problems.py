@@ -29,6 +29,7 @@ from rlsys.config.algorithm import (
     ReturnsAdvantage,
 )
 from rlsys.config.derived import (
+    asks_teacher,
     full_kl,
     has_critic,
     has_reference,
@@ -68,6 +69,7 @@ def algorithm_problems(config: RunConfig) -> Iterator[str]:
     yield from _estimator(algorithm)
     yield from _kl_weight(config)
     yield from _reference(algorithm)
+    yield from _teacher(config)
     yield from _adapters(config)
     yield from _old_logprobs(config)
     warmup, steps = config.critic.warmup_steps, config.trainer.steps
@@ -134,6 +136,11 @@ def _advantages(algorithm: AlgorithmConfig) -> Iterator[str]:
             "algorithm.curation.drop_no_spread drops groups of equal rewards, which still carry a signal with "
             f"algorithm.advantage.baseline={baseline}: set it to false."
         )
+    elif drops and algorithm.teacher.model is not None:
+        yield (
+            "algorithm.curation.drop_no_spread drops groups of equal rewards, from which the policy still learns what "
+            f"algorithm.teacher.model={algorithm.teacher.model} does: set it to false."
+        )
 
 
 def _loss(algorithm: AlgorithmConfig) -> Iterator[str]:
@@ -182,6 +189,11 @@ def _estimator(algorithm: AlgorithmConfig) -> Iterator[str]:
             "algorithm.kl_estimator.kind=k1 as a loss has a gradient that is zero on average, so it does not restrain the "
             "policy: choose k2, k3, k3++, k4 or k5, or algorithm.kl_in=reward."
         )
+    if place is KlPlace.advantage and estimator.kind != "k1" and not isinstance(estimator, CustomKl):
+        yield (
+            f"algorithm.kl_estimator.kind={estimator.kind} as an advantage does not move the policy along the KL's "
+            "gradient: with algorithm.kl_in=advantage choose k1."
+        )
     if place is KlPlace.reward and estimator.kind not in _AS_REWARD and not isinstance(estimator, CustomKl):
         reason = (
             "needs whole distributions, which a reward does not have"
@@ -213,8 +225,8 @@ def _estimator(algorithm: AlgorithmConfig) -> Iterator[str]:
 
 def _kl_weight(config: RunConfig) -> Iterator[str]:
     algorithm = config.algorithm
-    in_loss = algorithm.kl_in is KlPlace.loss
-    if algorithm.kl_control is KlControl.adaptive and (in_loss or algorithm.kl_coef == 0):
+    in_loss, in_reward = algorithm.kl_in is KlPlace.loss, algorithm.kl_in is KlPlace.reward
+    if algorithm.kl_control is KlControl.adaptive and (not in_reward or algorithm.kl_coef == 0):
         yield (
             f"algorithm.kl_control=adaptive moves the weight of a KL term in the reward, but kl_in is "
             f"{algorithm.kl_in} and kl_coef {algorithm.kl_coef:g}: set kl_in=reward and kl_coef above 0, or kl_control=fixed."
@@ -258,12 +270,12 @@ def _old_logprobs(config: RunConfig) -> Iterator[str]:
     reasons = {
         f"trainer.mini_batches={config.trainer.mini_batches}": config.trainer.mini_batches > 1,
         f"trainer.schedule.max_staleness={max_staleness(config)}": max_staleness(config) > 0,
-        "algorithm.kl_in=reward": algorithm.kl_coef > 0 and algorithm.kl_in is KlPlace.reward,
+        f"algorithm.kl_in={algorithm.kl_in}": algorithm.kl_coef > 0 and algorithm.kl_in is not KlPlace.loss,
         f"critic.warmup_steps={config.critic.warmup_steps}": has_critic(algorithm) and config.critic.warmup_steps > 0,
     }
     needs = {
         "trainer": "with several updates, or older policies, the ratio is not 1",
-        "algorithm": "the reward then needs log-probs before training",
+        "algorithm": "this place of the KL term needs log-probs before training",
         "critic": "the actor computes nothing during the critic's warm-up",
     }
     for setting, contradicts in reasons.items():
@@ -276,6 +288,19 @@ def _old_logprobs(config: RunConfig) -> Iterator[str]:
 
 def _reference(algorithm: AlgorithmConfig) -> Iterator[str]:
     moves = moves_reference(algorithm)
+    if algorithm.teacher.model is not None:
+        if moves:
+            yield (
+                f"algorithm.ref_policy_ema_tau={algorithm.ref_policy_ema_tau:g} and ref_policy_reset_period="
+                f"{algorithm.ref_policy_reset_period} move the reference policy, whose place algorithm.teacher.model="
+                f"{algorithm.teacher.model} takes: set them to 1 and null, or the teacher to null."
+            )
+        if algorithm.eval_ref_policy:
+            yield (
+                "algorithm.eval_ref_policy=true evaluates a reference policy, whose place algorithm.teacher.model="
+                f"{algorithm.teacher.model} takes: set it to false, and evaluate the teacher with `rlsys eval`."
+            )
+        return
     if moves and not has_reference(algorithm):
         yield (
             f"algorithm.ref_policy_ema_tau={algorithm.ref_policy_ema_tau:g} and ref_policy_reset_period="
@@ -289,9 +314,35 @@ def _reference(algorithm: AlgorithmConfig) -> Iterator[str]:
         )
 
 
+def _teacher(config: RunConfig) -> Iterator[str]:
+    algorithm, model = config.algorithm, config.algorithm.teacher.model
+    if model is None:
+        if algorithm.kl_in is KlPlace.advantage and algorithm.kl_coef:
+            yield (
+                "algorithm.kl_in=advantage distils a teacher, but algorithm.teacher.model is null: give a folder or an "
+                "address, or model.path to hold the policy at its start."
+            )
+        return
+    if algorithm.kl_coef == 0:
+        yield f"algorithm.teacher.model={model} is not used with algorithm.kl_coef=0: raise kl_coef, or set it to null."
+    if not asks_teacher(algorithm):
+        return
+    full, temperature = full_kl(algorithm), config.rollout.sampling.temperature
+    if full is not None:
+        yield (
+            f"algorithm.kl_estimator.kind={full.kind} compares distributions, and a server returns log-probs of sampled "
+            f"tokens alone: choose another estimator, or a folder as algorithm.teacher.model instead of {model}."
+        )
+    if temperature != 1:
+        yield (
+            f"rollout.sampling.temperature={temperature:g} divides the policy's logits, but not those behind "
+            f"algorithm.teacher.model={model}: set it to 1, or give the teacher's folder."
+        )
+
+
 def _adapters(config: RunConfig) -> Iterator[str]:
     algorithm, rank = config.algorithm, config.model.lora.rank
-    if rank and has_reference(algorithm) and moves_reference(algorithm):
+    if rank and algorithm.teacher.model is None and has_reference(algorithm) and moves_reference(algorithm):
         yield (
             f"model.lora.rank={rank} makes the frozen model the reference policy, but algorithm.ref_policy_ema_tau="
             f"{algorithm.ref_policy_ema_tau:g} and ref_policy_reset_period={algorithm.ref_policy_reset_period} move the "

@@ -51,6 +51,7 @@ from rlsys.orchestrator.pipeline.rollout_pipeline import Handlers, RolloutPipeli
 from rlsys.orchestrator.pipeline.scheduler import DropReason
 from rlsys.orchestrator.pipeline.step_metrics import (
     ADVANTAGE_METRICS,
+    DISTILLATION_METRICS,
     EPISODE_METRICS,
     REWARD_METRICS,
     SOURCE_METRICS,
@@ -76,6 +77,7 @@ from rlsys.orchestrator.run_logger import (
 from rlsys.orchestrator.saving import CheckpointedGroup, Saver
 from rlsys.orchestrator.search_server import SearchOutages, require_named, serving, silent
 from rlsys.orchestrator.supervisor import Supervisor
+from rlsys.orchestrator.teacher import TEACHER_METRICS, TeacherServer, require_teacher, teacher_server
 from rlsys.orchestrator.watchdog import blocking, ending_if_blocked, stall_limit_s, until_stalled
 from rlsys.orchestrator.weight_sync import SYNC_METRICS, WeightSync
 from rlsys.orchestrator.worker_groups import (
@@ -111,6 +113,7 @@ PIPELINE_METRICS = (
 METRIC_TABLES: Mapping[str, Sequence[Metric]] = {
     "Rewards": (*REWARD_METRICS, *JUDGE_METRICS),
     "Advantages, values and divergences": ADVANTAGE_METRICS,
+    "Distillation": (*DISTILLATION_METRICS, *TEACHER_METRICS),
     "Episodes": (*EPISODE_METRICS, *STEP_METRICS),
     "Sources of questions": SOURCE_METRICS,
     "Updates": (*UPDATE_METRICS, *FIRST_UPDATE_METRICS),
@@ -169,6 +172,8 @@ class Run:
     kl: KlController
     questions_sha256: Mapping[str, str]
     """SHA-256 of each source's training file."""
+    teacher: TeacherServer | None = None
+    """None unless the teacher is behind an address."""
 
     @property
     def on_policy(self) -> bool:
@@ -233,7 +238,7 @@ class Run:
         workers = [group.workers for group in (groups.engines, groups.inference, *groups.trained.values()) if group]
 
         def progress() -> tuple[float, ...]:
-            finished = sum(group.finished for group in workers)
+            finished = sum(group.finished for group in workers) + (self.teacher.finished if self.teacher else 0)
             begun = groups.engines.engines.members.born  # A start that fails is followed by another one.
             return (finished, begun, *self.pipeline.progress, *self.log.faults.metrics().values())
 
@@ -324,6 +329,7 @@ class Run:
             **self.weights.figures(),
             **self.rewards.metrics(),
             **self.pipeline.prompts.metrics(),
+            **(self.teacher.metrics() if self.teacher else {}),
             "pipeline/outstanding": scheduler.outstanding_count,
             "pipeline/version_lag": scheduler.version - scheduler.published,
             **{f"pipeline/dropped_{reason}": scheduler.dropped[reason] for reason in DropReason},
@@ -334,8 +340,8 @@ def ready_to_start(config: RunConfig, note: Callable[[str], None]) -> tuple[Path
     """Check that a valid `config` can start; return the run's folder and the checkpoint to resume from, if any.
 
     `note` is called with remarks for the user. All checks come before the folder is created and any process is started.
-    Raises UserError if requirements are missing (it lists all of them) or if the run cannot resume. Raises RunError if
-    the search server that the config names does not answer.
+    Raises UserError if requirements are missing (it lists all of them), if the run cannot resume, or if a teacher's server
+    has other tokens. Raises RunError if the search server or the teacher that the config names does not answer.
     """
     missing = launched = list(launch_problems(config))
     if config.cluster.address is None:  # Else other machines do the work; their packages cannot be checked here.
@@ -352,6 +358,7 @@ def ready_to_start(config: RunConfig, note: Callable[[str], None]) -> tuple[Path
             note(f"Version changed since then: {change}.")
     with silent("rlsys.search"):
         require_named(config.search)
+    require_teacher(config, partial(AutoTokenizer.from_pretrained, config.model.path))
     return folder_of(config, origin), origin
 
 
@@ -404,7 +411,10 @@ class Session:
             self._engines = groups.engines
             if origin:
                 kl.restore(origin.state.kl)
-            pipeline = _pipeline(config, log, groups, prompts, self.rewards, kl, origin)
+            if (teacher := teacher_server(config)) is not None:
+                stack.push_async_callback(teacher.close)
+            scorer = Scorer(groups.inference, groups.critic, config.algorithm.old_logprobs, teacher)
+            pipeline = _pipeline(config, log, groups, prompts, scorer, self.rewards, kl, origin)
             groups.engines.engines.subscribe(lambda _: pipeline.wake())
             weights = _weight_sync(config, log, groups, pipeline)
             stack.callback(weights.close)
@@ -431,6 +441,7 @@ class Session:
                 rewards=self.rewards,
                 kl=kl,
                 questions_sha256={file.source: sha256_of(Path(file.path)) for file in train_files(config.task)},
+                teacher=teacher,
             )
             if origin:
                 await run.load(origin)
@@ -602,6 +613,7 @@ def _pipeline(
     log: RunLogger,
     groups: Groups,
     prompts: PromptSource,
+    scorer: Scorer,
     rewards: Rewards,
     kl: KlController,
     origin: Origin | None,
@@ -610,7 +622,7 @@ def _pipeline(
         make_scheduler(config),
         prompts,
         groups.engines,
-        Scorer(groups.inference, groups.critic, config.algorithm.old_logprobs),
+        scorer,
         Handlers(
             reward=partial(reward_group, score=rewards.score, tracer=log.tracers["driver"]),
             finish=partial(finish, config=config.algorithm, kl=kl, mask_of=value_mask(config.compat)),

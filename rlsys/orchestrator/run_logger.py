@@ -14,7 +14,7 @@ import re
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -63,7 +63,7 @@ from rlsys.observe.status import Progress
 from rlsys.observe.trackers import LoggedRow, OwnMetrics, ResumePoint, open_trackers
 from rlsys.orchestrator.evaluation.heldout import Evaluation, answer_line
 from rlsys.orchestrator.pipeline.scheduler import GroupOutcome
-from rlsys.orchestrator.pipeline.step_metrics import step_metrics, training_flops
+from rlsys.orchestrator.pipeline.step_metrics import distillation_metrics, step_metrics, training_flops
 from rlsys.weights.flops import Flops
 
 _log = logging.getLogger(__name__)
@@ -180,7 +180,9 @@ class RunLogger:
         self._declared = (*self._own_metrics.declared, *declared)
         self._named: set[str] = set()
         """Names of the metrics in units.json."""
-        self._guards = Guards(config.guards, config.algorithm.kl_estimator.kind)
+        # A policy may be as far from its teacher as it was at the start.
+        bounds = replace(config.guards, kl_ceiling=None) if config.algorithm.teacher.model else config.guards
+        self._guards = Guards(bounds, config.algorithm.kl_estimator.kind)
         self._trajectory_writer = TrajectoryWriter(run_dir, decode) if decode is not None else None
         self.episodes: list[Span] = []
         """Generation and search spans of episodes; for the timeline only, no metric counts them."""
@@ -242,8 +244,10 @@ class RunLogger:
         """
         window = (self._begun_ns, self.tracers["driver"].now())
         trained = step_metrics(groups, step - 1, self.config.algorithm.correction, self.config.task)
+        taught = distillation_metrics(groups) if self.config.algorithm.teacher.model else {}
         row = {
             **trained,
+            **taught,
             **more,
             **update_metrics(updates),
             **self._own_metrics.of(groups),

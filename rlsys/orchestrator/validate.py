@@ -10,6 +10,7 @@ import os
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -28,9 +29,11 @@ from rlsys.cluster.planning.placement import (
 )
 from rlsys.cluster.planning.resolve import make_plan
 from rlsys.components import check_callable
-from rlsys.config.algorithm import Credit, OldLogprobs, ReturnsAdvantage
+from rlsys.config.algorithm import Credit, OldLogprobs, ReturnsAdvantage, TeacherApi
 from rlsys.config.bounds import out_of_range
 from rlsys.config.derived import (
+    asks_teacher,
+    full_kl,
     has_critic,
     heldout_files,
     kl_topk_tokens,
@@ -38,9 +41,11 @@ from rlsys.config.derived import (
     max_wait,
     megatron_groups,
     needs_server,
+    of_teacher,
     on_update,
     source_key,
     stage_limits,
+    sums_over_vocabulary,
     task_of,
     train_files,
 )
@@ -69,13 +74,13 @@ from rlsys.config.schema import (
 from rlsys.errors import UserError
 from rlsys.observe.trackers import OwnMetrics
 from rlsys.orchestrator.pipeline.schedule_policy import make_policy
-from rlsys.orchestrator.rewards.reward import check_source_terms, check_terms
+from rlsys.orchestrator.rewards.reward import check_source_terms, check_terms, check_weights
 from rlsys.rollout.agent.episode import agent_of
 from rlsys.rollout.tools.interface import check_tools
 from rlsys.search.address import is_url
 from rlsys.search.index.backend import check_kind
 from rlsys.weights.lora import adapter_rules
-from rlsys.weights.weight_map import largest_tensor_bytes, layer_spec_of, read_architecture
+from rlsys.weights.weight_map import Architecture, largest_tensor_bytes, layer_spec_of, read_architecture
 
 Ranks = dict[str, tuple[int, ...]]
 _SHAPE = ("hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers", "vocab_size")
@@ -111,6 +116,9 @@ def _all_but_memory(config: RunConfig) -> Iterator[Problem]:
     yield from (Problem("algorithm", sentence) for sentence in algorithm_problems(config))
     for problem in (*check_terms(config.reward, config.task), *check_source_terms(config.reward, config.task)):
         yield Problem(problem.key, str(problem), problem.code)
+    if config.algorithm.teacher.model is None:
+        for problem in check_weights(config.reward, config.task):
+            yield Problem(problem.key, str(problem), problem.code)
     yield from _tools(config)
     yield from _sources(config)
     yield from _tracking(config)
@@ -130,29 +138,30 @@ def _refused(check: Callable[[], object], key: str | None = None) -> Iterator[Pr
         yield Problem(key or problem.key, str(problem), problem.code)
 
 
-def check_shape(path: str) -> None:
-    """Raise UserError unless `path` is a Hugging Face folder whose `config.json` has a language model's dimensions."""
+def check_shape(path: str, key: str = "model.path") -> None:
+    """Raise UserError unless `path`, the value of `key`, is a Hugging Face folder whose `config.json` has a language
+    model's dimensions."""
     file = Path(path) / "config.json"
     if not file.is_file():
         raise UserError(
-            f"model.path={path} is not a Hugging Face model folder: {file} is missing; give a folder that has it.",
+            f"{key}={path} is not a Hugging Face model folder: {file} is missing; give a folder that has it.",
             code="not_found",
-            key="model.path",
+            key=key,
         )
     try:
         shape = json.loads(file.read_text())
     except (ValueError, RecursionError) as problem:
         raise UserError(
-            f"model.path={path}: {file} is not valid JSON ({problem}): give a folder with an intact config.",
+            f"{key}={path}: {file} is not valid JSON ({problem}): give a folder with an intact config.",
             code="malformed",
-            key="model.path",
+            key=key,
         ) from problem
     missing = [key for key in _SHAPE if not (isinstance(shape, dict) and isinstance(shape.get(key), int))]
     if missing:
         raise UserError(
-            f"model.path={path}: {file} lacks an integer {missing[0]}; give the folder of a language model.",
+            f"{key}={path}: {file} lacks an integer {missing[0]}; give the folder of a language model.",
             code="unsupported",
-            key="model.path",
+            key=key,
         )
 
 
@@ -182,6 +191,7 @@ def _layout(config: RunConfig) -> Iterator[Problem]:
     for group, settings in megatron_groups(config).items():
         yield from parallel_problems(group, settings.parallel, len(ranks[group]), architecture)
         yield from context_problems(config, group)
+    yield from _teacher(config, ranks, architecture)
     yield from engine_problems(config, len(ranks["rollout"]), architecture)
     picks = kl_topk_tokens(config.algorithm)
     if picks is not None and picks > architecture.vocab:
@@ -199,6 +209,106 @@ def _layout(config: RunConfig) -> Iterator[Problem]:
             f"largest tensor: raise it to at least {largest}.",
             "mismatch",
         )
+
+
+def _teacher(config: RunConfig, ranks: Ranks, policy: Architecture) -> Iterator[Problem]:
+    """Yield problems of a teacher's folder or address; `policy` is the policy's architecture."""
+    key = "algorithm.teacher.model"
+    if asks_teacher(config.algorithm):
+        yield from _teacher_server(config)
+    taught = of_teacher(config)
+    if taught is None:
+        return
+    path = taught.model.path
+    try:
+        check_shape(path, key)
+        teacher = read_architecture(path, taught.model.family)
+        differs = tokens_differ(config.model.path, path)
+    except UserError as problem:
+        yield Problem(key, str(problem), problem.code)
+        return
+    groups = megatron_groups(taught)
+    for group in ("inference", *(["actor"] if sums_over_vocabulary(config.algorithm) else [])):
+        own = {*parallel_problems(group, megatron_groups(config)[group].parallel, len(ranks[group]), policy)}
+        for one in parallel_problems(group, groups[group].parallel, len(ranks[group]), teacher):
+            if one not in own:
+                sentence = one.sentence.replace(f"{group}.parallel.pp_layers", "algorithm.teacher.pp_layers")
+                yield replace(one, key=key, sentence=f"{key}={path}: {sentence}")
+    if differs is not None:
+        fix = "give a teacher with the policy's tokenizer"
+        yield Problem(
+            key, f"{key}={path} has other tokens than model.path={config.model.path}: {differs}; {fix}.", "mismatch"
+        )
+    if config.task.max_total_tokens > teacher.max_tokens:
+        sentence = (
+            f"{key}={path} reads at most {teacher.max_tokens} tokens, below task.max_total_tokens="
+            f"{config.task.max_total_tokens}: lower that, or choose another teacher."
+        )
+        yield Problem(key, sentence, "mismatch")
+    full = full_kl(config.algorithm)
+    if teacher.vocab < policy.vocab or (full is not None and teacher.vocab != policy.vocab):
+        want = f"{policy.vocab}" if full is not None else f"at least {policy.vocab}"
+        sentence = (
+            f"{key}={path} has {teacher.vocab} logits, and the policy's tokens with algorithm.kl_estimator.kind="
+            f"{config.algorithm.kl_estimator.kind} need {want}: choose another teacher or estimator."
+        )
+        yield Problem(key, sentence, "mismatch")
+
+
+def _teacher_server(config: RunConfig) -> Iterator[Problem]:
+    """Yield problems of a teacher behind an address."""
+    key, settings = "algorithm.teacher", config.algorithm.teacher
+    if not is_url(settings.model or ""):
+        sentence = f"{key}.model={settings.model} is not an address: write it like http://127.0.0.1:30000."
+        yield Problem(f"{key}.model", sentence, "malformed")
+    if settings.api is TeacherApi.openai and not settings.served_model.strip():
+        sentence = f"{key}.served_model is empty, and {key}.api=openai names the model in requests: give its name."
+        yield Problem(f"{key}.served_model", sentence, "missing")
+    if settings.token_env is not None and not os.environ.get(settings.token_env):
+        sentence = (
+            f"{key}.token_env={settings.token_env} names an environment variable that is not set: export the server's key "
+            f"as {settings.token_env}, or set {key}.token_env to null."
+        )
+        yield Problem(f"{key}.token_env", sentence, "missing")
+
+
+def tokens_differ(policy: str, teacher: str) -> str | None:
+    """Return the first difference between the tokens of two model folders, in words; None if they are the same.
+
+    Only ids and tokens count, because the teacher reads ids and no text. Raises UserError if a folder has no
+    tokenizer.json.
+    """
+    if Path(policy).resolve() == Path(teacher).resolve():
+        return None
+    ours, theirs = _tokens(policy), _tokens(teacher)
+    for number in sorted(ours.keys() | theirs.keys()):
+        if ours.get(number) != theirs.get(number):
+            return f"token {number} is {theirs.get(number)!r} instead of {ours.get(number)!r}"
+    return None
+
+
+def _tokens(folder: str) -> dict[int, str]:
+    """Return the tokens of a model folder by id. Raises UserError if its tokenizer.json cannot be read."""
+    from tokenizers import Tokenizer
+
+    file = Path(folder) / "tokenizer.json"
+    try:
+        return {
+            number: token for token, number in Tokenizer.from_str(file.read_text(encoding="utf-8")).get_vocab().items()
+        }
+    except OSError as problem:
+        raise UserError(
+            f"{file} cannot be read ({problem.strerror}), and the tokens of policy and teacher are compared: copy the "
+            "model's tokenizer there.",
+            code="not_found",
+            key=str(file),
+        ) from problem
+    except Exception as problem:  # The package `tokenizers` raises no other class.
+        raise UserError(
+            f"{file} is no tokenizer ({str(problem).strip().splitlines()[0]}): copy it again.",
+            code="malformed",
+            key=str(file),
+        ) from problem
 
 
 def _batches(config: RunConfig) -> Iterator[Problem]:

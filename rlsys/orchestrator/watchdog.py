@@ -17,8 +17,10 @@ from math import ceil
 from pathlib import Path
 
 from rlsys.cluster.stacks import DRIVER, StackWriter, call_of
+from rlsys.config.derived import asks_teacher
 from rlsys.config.schema import RunConfig
 from rlsys.observe.status import WAIT_PREFIX, StageState
+from rlsys.orchestrator.endpoint import longest_s
 from rlsys.orchestrator.engine_pool import MARGIN_S
 
 POLL_S = 5.0
@@ -37,9 +39,10 @@ _PROVIDERS = {
 def stall_limit_s(config: RunConfig) -> float:
     """Return the longest time that a run may need without progress: the largest limit of a single wait, and a margin."""
     cluster, rollout, reward, judge = config.cluster, config.rollout, config.reward, config.reward.judge
+    teacher = config.algorithm.teacher
     samples = config.algorithm.n_samples
     group_s = rollout.episode_timeout_s * ceil(samples / rollout.max_episodes) + MARGIN_S
-    judge_s = (judge.retries + 1) * judge.timeout_s + judge.retries * 60.0
+    judge_s = longest_s(judge.timeout_s, judge.retries)
     if judge.requests_per_minute is not None:
         judge_s += 60.0 * samples / judge.requests_per_minute
     limits = (
@@ -51,6 +54,7 @@ def stall_limit_s(config: RunConfig) -> float:
         ATTEMPTS * group_s,
         reward.custom_timeout_s,
         judge_s,
+        longest_s(teacher.timeout_s, teacher.retries) if asks_teacher(config.algorithm) else 0.0,
     )
     return max(limits) + MARGIN_S
 

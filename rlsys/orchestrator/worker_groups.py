@@ -37,6 +37,7 @@ from rlsys.observe import status
 from rlsys.observe.metrics import Metric
 from rlsys.observe.spans import QUESTIONS, Arg, Tracer
 from rlsys.orchestrator.membership import Member
+from rlsys.orchestrator.teacher import TeacherServer
 from rlsys.rollout.tools.interface import tool_variables
 from rlsys.trainer.batches import Accumulated, BatchSharder, LogProbs, MicroBatch, Plan, joined_branches
 from rlsys.trainer.offload import switch_figures
@@ -455,13 +456,20 @@ class CriticGroup(TrainedGroup):
 
 
 class Scorer:
-    """Scores samples in the inference group and the critic concurrently, as far as the run has them."""
+    """Scores samples in the inference group, the critic and a teacher's server concurrently, as far as the run has
+    them."""
 
-    def __init__(self, inference: InferenceGroup | None, critic: CriticGroup | None, source: OldLogprobs) -> None:
+    def __init__(
+        self,
+        inference: InferenceGroup | None,
+        critic: CriticGroup | None,
+        source: OldLogprobs,
+        teacher: TeacherServer | None = None,
+    ) -> None:
         """`source` names the old log-probs; with `actor`, the scores have none."""
         held = {"inference": inference, "critic": critic}
         self.groups = tuple(name for name, group in held.items() if group is not None)
-        self._inference, self._critic, self._source = inference, critic, source
+        self._inference, self._critic, self._source, self._teacher = inference, critic, source, teacher
 
     async def compute(self, samples: Sequence[Sample]) -> list[Scores]:
         """Return log-probs and values in the order of `samples`."""
@@ -469,6 +477,7 @@ class Scorer:
         async with asyncio.TaskGroup() as tasks:
             scores = tasks.create_task(self._inference.compute(samples)) if self._inference else None
             values = tasks.create_task(self._critic.compute(samples)) if self._critic else None
+            taught = tasks.create_task(self._teacher.compute(samples)) if self._teacher else None
         if scores is not None:
             found = scores.result()
         if self._source is not OldLogprobs.recompute:
@@ -477,6 +486,8 @@ class Scorer:
             # Tokens that were not sampled have no engine log-prob and are not trained.
             sampled = [np.nan_to_num(sample.trajectory.rollout_logprobs) for sample in samples]
             found = [replace(one, policy=policy) for one, policy in zip(found, sampled, strict=True)]
+        if taught is not None:
+            found = [replace(one, reference=theirs) for one, theirs in zip(found, taught.result(), strict=True)]
         if values is not None:
             found = [replace(one, values=own) for one, own in zip(found, values.result(), strict=True)]
         return found

@@ -246,7 +246,7 @@ class Objective:
             algorithm.aggregation,
             loss_length(config),
             divergence_of(algorithm),
-            ReferencePlan.from_config(algorithm) if sums_over_vocabulary(algorithm) else None,
+            ReferencePlan.from_config(config) if sums_over_vocabulary(algorithm) else None,
             algorithm.old_logprobs is OldLogprobs.actor,
         )
 
@@ -267,7 +267,7 @@ class Actor(Learner, WeightSender):
     ) -> None:
         """Join the group and build the model; call `load_hf` or `load` next.
 
-        The actor's own reference, if the objective has one, starts from the weights at `model.path`.
+        The actor's own reference, if the objective has one, starts from the weights at `model.path`, or is a teacher.
         """
         architecture = read_architecture(model.path, model.family)
         coords = mesh.start(rendezvous, parallel, seed)
@@ -277,12 +277,11 @@ class Actor(Learner, WeightSender):
         self._base: BaseModel | None = None
         """Frozen model beside the adapters; None without adapters, or until it is loaded."""
         self._reference: ReferencePolicy | BaseReference | None = None
-        if objective.reference is not None and self._policy.lora is not None:
-            self._reference = BaseReference(self._policy, objective.reference)
-        elif objective.reference is not None:
-            copy = PolicyModel(architecture, model, parallel, coords)
-            load_hf(copy, model.path)
-            self._reference = ReferencePolicy(copy, objective.reference)
+        plan = objective.reference
+        if plan is not None and self._policy.lora is not None and plan.teacher is None:
+            self._reference = BaseReference(self._policy, plan)
+        elif plan is not None:
+            self._reference = ReferencePolicy.loaded(plan, model, parallel, coords)
         self._export_group = owners_group(coords)
 
     @classmethod
@@ -330,7 +329,7 @@ class Actor(Learner, WeightSender):
             self._reference.follow(self._policy, version)
 
     def load(self, folder: str | Path) -> bool:
-        """See `Learner`. A checkpoint with only weights leaves the actor's own reference unchanged.
+        """See `Learner`. A checkpoint with only weights leaves the actor's own reference unchanged; none has a teacher.
 
         A checkpoint of adapters needs the base that they were trained beside, which `load_hf` has loaded. Raises UserError
         for one of another base, rank, alpha or targets, and for one of a whole model.
@@ -338,8 +337,9 @@ class Actor(Learner, WeightSender):
         self._require("load")
         check_adapters(folder, read_checkpoint_info(folder), self._adapters())
         generators = super().load(folder)
-        if isinstance(self._reference, ReferencePolicy) and read_checkpoint_info(folder).optimizer:
-            self._reference.load(f"{Path(folder)}_reference")
+        reference = self._saved_reference
+        if reference is not None and read_checkpoint_info(folder).optimizer:
+            reference.load(f"{Path(folder)}_reference")
         return generators
 
     def _kept(self) -> Iterable[Tensor]:
@@ -348,11 +348,16 @@ class Actor(Learner, WeightSender):
 
     def _contents(self, folder: Path) -> list[CheckpointContent]:
         """See `Learner`. The actor's own reference goes to `{folder}_reference`, which is complete before `folder`."""
-        (policy,), reference = super()._contents(folder), self._reference
+        (policy,), reference = super()._contents(folder), self._saved_reference
         policy = replace(policy, info=replace(policy.info, adapters=self._adapters()))
-        if not isinstance(reference, ReferencePolicy):
-            return [policy]
-        return [reference.content(Path(f"{folder}_reference")), policy]
+        return [policy] if reference is None else [reference.content(Path(f"{folder}_reference")), policy]
+
+    @property
+    def _saved_reference(self) -> ReferencePolicy | None:
+        """The actor's own reference; None if it has none, or a teacher, which stays in its own folder."""
+        plan, reference = self._objective.reference, self._reference
+        taught = plan is not None and plan.teacher is not None
+        return reference if isinstance(reference, ReferencePolicy) and not taught else None
 
     def _adapters(self) -> dict[str, Any] | None:
         """Return what a checkpoint says about its adapters; None if the whole model is trained."""

@@ -12,9 +12,11 @@ Invariants:
 
 The reference policy is frozen, reset to the policy periodically, or an exponential moving average of the policy, with
 or without resets. A policy with adapters (`model.lora`) is its own reference: `BaseReference` turns its adapters off, and
-holds no weights. `ReferencePolicy.follow` is called after each weight update (in an actor that keeps the reference:
-after each step) and depends only on version numbers. Every process updates its own shards without communication.
-Nothing changes at version 0 or at a version that was followed already. At a new version v, the first match applies:
+holds no weights. A teacher in the place of the reference is another model, perhaps of another architecture; it has the
+policy's parallel layout and never changes. `ReferencePolicy.follow` is called after each weight update (in an actor that
+keeps the reference: after each step) and depends only on version numbers. Every process updates its own shards without
+communication. Nothing changes at version 0 or at a version that was followed already. At a new version v, the first
+match applies:
 
     v % reset_period == 0                    ref = policy
     v % update_period == 0 and tau < 1       ref = tau ref + (1 - tau) policy
@@ -31,7 +33,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -42,7 +44,7 @@ from megatron.core.dist_checkpointing.optimizer import get_param_id_to_sharded_p
 from torch import Tensor
 
 from rlsys.config.algorithm import AlgorithmConfig, OldLogprobs
-from rlsys.config.derived import full_kl, has_reference
+from rlsys.config.derived import full_kl, has_reference, of_teacher
 from rlsys.config.schema import ModelConfig, ParallelConfig, RunConfig
 from rlsys.errors import RunError
 from rlsys.trainer import mesh
@@ -74,8 +76,17 @@ _MODEL, _MASTER = "model", "master"
 
 
 @dataclass(frozen=True, slots=True)
+class Teacher:
+    """Model in the place of the reference policy, with the parallel sizes of the policy."""
+
+    model: ModelConfig
+    pp_layers: list[int] | None = None
+    """Layers of each pipeline stage; None splits evenly."""
+
+
+@dataclass(frozen=True, slots=True)
 class ReferencePlan:
-    """Schedule on which the reference policy follows the policy."""
+    """Model of the reference policy, and schedule on which it follows the policy."""
 
     tau: float
     """Weight of the old reference in a moving-average update; 1 disables the average."""
@@ -83,13 +94,21 @@ class ReferencePlan:
     """Versions between moving-average updates."""
     reset_period: int | None
     """Versions between resets to the policy; None for no resets."""
+    teacher: Teacher | None = None
+    """Model in the place of the policy's, which never moves; None without a teacher."""
 
     @classmethod
-    def from_config(cls, config: AlgorithmConfig) -> ReferencePlan | None:
-        """Read the schedule from the config; None without a reference."""
-        if not has_reference(config):
+    def from_config(cls, config: RunConfig) -> ReferencePlan | None:
+        """Read model and schedule from the config; None without a reference."""
+        algorithm, taught = config.algorithm, of_teacher(config)
+        if not has_reference(algorithm):
             return None
-        return cls(config.ref_policy_ema_tau, config.ref_policy_ema_update_period, config.ref_policy_reset_period)
+        return cls(
+            algorithm.ref_policy_ema_tau,
+            algorithm.ref_policy_ema_update_period,
+            algorithm.ref_policy_reset_period,
+            None if taught is None else Teacher(taught.model, algorithm.teacher.pp_layers),
+        )
 
     @property
     def moves(self) -> bool:
@@ -118,6 +137,17 @@ class ReferencePolicy:
         self._rounded = [w for w in self._weights if averages and w.dtype is not torch.float32]
         """Weights that have a master copy."""
         self._master = [weight.float() for weight in self._rounded]
+
+    @classmethod
+    def loaded(
+        cls, plan: ReferencePlan, model: ModelConfig, parallel: ParallelConfig, coords: mesh.MeshCoordinates
+    ) -> ReferencePolicy:
+        """Load the teacher of `plan`, or without a teacher the policy's `model`, as the reference."""
+        if plan.teacher is not None:
+            model, parallel = plan.teacher.model, replace(parallel, pp_layers=plan.teacher.pp_layers)
+        held = PolicyModel(read_architecture(model.path, model.family), model, parallel, coords)
+        load_hf(held, model.path)
+        return cls(held, plan)
 
     @torch.no_grad()
     def follow(self, policy: PolicyModel, version: int) -> None:
@@ -267,6 +297,8 @@ class LogProbWorker(MegatronWorker, WeightSender):
     ) -> None:
         """Join the group and load the model at `model.path`, as version 0 of the policy and as the reference.
 
+        A teacher of `reference` is loaded instead of the latter.
+
         `temperature` is the sampling temperature. `reference=None` keeps no reference; `picks` requires one. With
         `recompute=False`, no log-probs of the policy are computed, and the policy is loaded only to move the reference.
         """
@@ -275,25 +307,20 @@ class LogProbWorker(MegatronWorker, WeightSender):
         self.version: int | None = 0
         """Weight version of the policy; None during an update and after a failed one."""
         self._temperature, self._picks, self._recompute = temperature, picks, recompute
-        architecture = read_architecture(model.path, model.family)
         super().__init__("The log-prob worker", mesh.start(rendezvous, parallel, seed), scratch, self._tensors)
-
-        def loaded() -> PolicyModel:
-            copy = PolicyModel(architecture, model, parallel, self.coords)
-            load_hf(copy, model.path)
-            copy.reset_adapters(seed)  # Until the first update they change nothing.
-            copy.module.eval().requires_grad_(False)
-            return copy
-
-        adapted = bool(model.lora.rank)
-        self._policy = loaded() if recompute or adapted or (reference is not None and reference.moves) else None
+        # A policy with adapters is its own reference.
+        adapted = bool(model.lora.rank) and (reference is None or reference.teacher is None)
+        self._policy: PolicyModel | None = None
+        if recompute or adapted or (reference is not None and reference.moves):
+            self._policy = PolicyModel(read_architecture(model.path, model.family), model, parallel, self.coords)
+            load_hf(self._policy, model.path)
+            self._policy.reset_adapters(seed)  # Until the first update they change nothing.
+            self._policy.module.eval().requires_grad_(False)
         self._reference: ReferencePolicy | BaseReference | None = None
-        if reference is not None:
-            # A policy with adapters is loaded in any case.
-            policy = self._policy if adapted else None
-            self._reference = (
-                ReferencePolicy(loaded(), reference) if policy is None else BaseReference(policy, reference)
-            )
+        if reference is not None and adapted and self._policy is not None:
+            self._reference = BaseReference(self._policy, reference)
+        elif reference is not None:
+            self._reference = ReferencePolicy.loaded(reference, model, parallel, self.coords)
         self._export_group = owners_group(self.coords)
         self._exports_policy = False
         self._receiver: Receiver | None = None
@@ -311,7 +338,7 @@ class LogProbWorker(MegatronWorker, WeightSender):
             config.inference.parallel,
             config.rollout.sampling.temperature,
             config.trainer.seed,
-            ReferencePlan.from_config(config.algorithm),
+            ReferencePlan.from_config(config),
             TopkPlan.from_config(config.algorithm),
             config.output_dir,
             config.algorithm.old_logprobs is OldLogprobs.recompute,

@@ -46,8 +46,8 @@ def test_documents_tables_have_every_kind() -> None:
 
 @pytest.mark.parametrize("kind", [*variants(get_type_hints(AlgorithmConfig)["kl_estimator"])])
 def test_documents_say_where_a_kl_estimator_is_refused(tiny_run: TinyRun, kind: str) -> None:
-    allowed = rows("The reference policy")[kind][3:5]
-    for place, said in zip(("loss", "reward"), allowed, strict=True):
+    allowed = rows("The reference policy")[kind][3:6]
+    for place, said in zip(("loss", "reward", "advantage"), allowed, strict=True):
         run = tiny_run("algorithm.kl_coef=0.1", f"algorithm.kl_estimator.kind={kind}", f"algorithm.kl_in={place}")
         refused = any("kl_estimator" in problem for problem in algorithm_problems(run))
         assert refused == (said.strip() != "yes"), (place, said)
@@ -55,7 +55,11 @@ def test_documents_say_where_a_kl_estimator_is_refused(tiny_run: TinyRun, kind: 
 
 @pytest.mark.parametrize("preset", PRESETS)
 def test_preset_composes_by_its_name_alone(tiny_run: TinyRun, preset: str) -> None:
-    validate(tiny_run(f"algorithm={preset}"))
+    run = tiny_run(f"algorithm={preset}")
+    if preset == "opd":
+        # Its policy is its own teacher, for want of another model here.
+        run.algorithm.teacher.model = run.model.path
+    validate(run)
 
 
 TENTHS = (51, 51, 51, 51, 52, 51, 51, 51, 51, 52)
@@ -92,6 +96,16 @@ def test_published_mini_batch_of_256_episodes_differs_by_less_than_a_group(name:
         ("llds.coef=0.2 trainer.mini_batches=1", "llds.coef"),
         ("old_logprobs=actor", "old_logprobs"),
         ("old_logprobs=actor trainer.mini_batches=1 kl_in=reward kl_estimator=k1", "old_logprobs"),
+        ("algorithm=opd teacher.model=http://a:1 trainer.mini_batches=1 old_logprobs=actor", "old_logprobs"),
+        ("algorithm=opd", "kl_in"),
+        ("algorithm=opd teacher.model=a kl_estimator=k3", "kl_estimator.kind"),
+        ("algorithm=opd teacher.model=a kl_coef=0", "teacher.model"),
+        ("algorithm=opd teacher.model=a ref_policy_ema_tau=0.9", "ref_policy_ema_tau"),
+        ("algorithm=opd teacher.model=a curation.drop_no_spread=true", "curation.drop_no_spread"),
+        ("algorithm=opd teacher.model=a kl_control=adaptive", "kl_control"),
+        ("algorithm=opd teacher.model=a eval_ref_policy=true", "eval_ref_policy"),
+        ("algorithm=opd teacher.model=http://a:1 rollout.sampling.temperature=0.7", "rollout.sampling.temperature"),
+        ("teacher.model=http://a:1 kl_estimator=full_reverse", "kl_estimator.kind"),
         ("old_logprobs=engine kl_estimator=full_reverse kl_estimator.topk_tokens=8", "kl_estimator.topk_tokens"),
         ("kl_estimator=k1", "kl_estimator.kind"),
         ("kl_in=reward kl_estimator=k3++", "kl_estimator.kind"),

@@ -17,7 +17,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 import rlsys
 from rlsys.algorithms.losses import DIVISOR, LossInputs, ValueLoss, policy_loss
-from rlsys.config.algorithm import AlgorithmConfig, LldsConfig
+from rlsys.config.algorithm import AlgorithmConfig, LldsConfig, TeacherConfig
 from rlsys.config.compose import typed
 from rlsys.config.schema import CustomMetric, RunConfig, SourceConfig, TaskConfig, TrackingConfig
 from rlsys.data.trajectory import Action, Branch, Group, Turn
@@ -139,7 +139,22 @@ def logged(tmp_path: Path) -> set[str]:
     words = "Return the mean number of words of an answer, and the share of answers with more than long words."
     assert [units[f"own/answer_words/{key}"] for key in ("mean", "long_share")] == [["words", words], ["share", words]]
     scalars = EventAccumulator(str(tmp_path / "tensorboard")).Reload().Tags()["scalars"]
-    return {*row, *scalars} - {"step", "time"}
+    return {*row, *scalars, *with_a_teacher(tmp_path / "taught")} - {"step", "time"}
+
+
+def with_a_teacher(folder: Path) -> set[str]:
+    """Names that a run logs whose reference is a teacher; it has no guard of the KL."""
+    folder.mkdir()
+    algorithm = AlgorithmConfig(teacher=TeacherConfig("/models/teacher"))
+    off = TrackingConfig(wandb=False, tensorboard=False)
+    record = RunLogger(RunConfig(algorithm=algorithm, tracking=off), folder, Progress(), Flops(1.0), declared=DECLARED)
+    record.begin_step()
+    record.step(1, [full_group()], [updates()], {})
+    record.close()
+    (row,) = read_metrics(folder / "metrics.jsonl")
+    assert "guard/kl" not in row
+    assert "guard/entropy" in row
+    return {*row}
 
 
 def test_page_is_up_to_date() -> None:

@@ -34,12 +34,12 @@ from rlsys.config.algorithm import (
 )
 from rlsys.config.custom import custom_variant
 from rlsys.config.derived import kl_topk_tokens
-from rlsys.config.schema import AdamwConfig, ParallelConfig, RolloutConfig, RunConfig, SamplingConfig
+from rlsys.config.schema import AdamwConfig, ModelConfig, ParallelConfig, RolloutConfig, RunConfig, SamplingConfig
 from rlsys.data.trajectory import Sample
 from rlsys.orchestrator.worker_groups import scores_of
 from rlsys.trainer.actor import Actor, Objective
 from rlsys.trainer.batches import Accumulated, BatchSharder, OptimizerStep
-from rlsys.trainer.log_prob import LogProbWorker, ReferencePlan, ReferencePolicy, TopkPlan
+from rlsys.trainer.log_prob import LogProbWorker, ReferencePlan, ReferencePolicy, Teacher, TopkPlan
 from rlsys.weights.hf_io import HfReader
 from tests.support.megatron_processes import Group, on_ranks
 from tests.support.tensors import digest_of, pack
@@ -61,11 +61,22 @@ class Run:
     scored: ParallelConfig
     processes: int = 2
     family: str = "qwen2"
+    teacher: str | None = None
+    """Family of a teacher of four layers in the place of the reference policy; None without a teacher."""
+
+    def reference_of(self, policies: Policies, pp_layers: list[int] | None = None) -> tuple[ModelConfig, ReferencePlan]:
+        """Return the model of a group's policy, and the plan of its reference."""
+        fixed, held = ReferencePlan(tau=1.0, update_period=1, reset_period=None), local_model(policies.reference)
+        if self.teacher is None:
+            return held, fixed
+        return local_model(policies.sampling), replace(fixed, teacher=Teacher(held, pp_layers))
 
 
 LAYOUTS = {
     "dp2": Run(ParallelConfig(), scored=ParallelConfig(tp=2)),
-    "tp2-sp": Run(ParallelConfig(tp=2, sequence_parallel=True), scored=ParallelConfig(pp=2, pp_layers=[1, 2])),
+    "tp2-sp-teacher": Run(
+        ParallelConfig(tp=2, sequence_parallel=True), scored=ParallelConfig(pp=2, pp_layers=[1, 2]), teacher="llama"
+    ),
     "pp2-uneven": Run(ParallelConfig(pp=2, pp_layers=[2, 1]), scored=ParallelConfig(cp=2)),
     "cp2": Run(ParallelConfig(cp=2), scored=ParallelConfig()),
     "ep2": Run(ParallelConfig(ep=2), scored=ParallelConfig(tp=2, ep=2, sequence_parallel=True), family="qwen3_moe"),
@@ -137,7 +148,8 @@ Result = tuple[OptimizerStep, list[Accumulated | None], dict[str, Tensor]]
 
 def _in_group(group: Group, policies: Policies, run: Run) -> dict[str, Result]:
     scored = _scored(group, policies, run)
-    model, whole_vocabulary = local_model(policies.reference), _objective_of(CASES["reverse"])
+    model, plan = run.reference_of(policies)
+    whole_vocabulary = replace(_objective_of(CASES["reverse"]), reference=plan)
     actor = _Actor(group.meet(), model, run.trained, OPTIMIZER, whole_vocabulary, total_steps=len(CASES), seed=1)
     results = {}
     for name, config in CASES.items():
@@ -149,9 +161,8 @@ def _in_group(group: Group, policies: Policies, run: Run) -> dict[str, Result]:
 
 def _scored(group: Group, policies: Policies, run: Run) -> dict[bool, list[Sample]]:
     """Return the samples for the forward (True) and the reverse KL, with both policies' log-probs and picked tokens."""
-    fixed = ReferencePlan(tau=1.0, update_period=1, reset_period=None)
-    model = local_model(policies.reference)
-    worker = LogProbWorker(group.meet(), model, run.scored, reference.TEMPERATURE, 1, fixed)
+    model, plan = run.reference_of(policies, [3, 1] if run.scored.pp > 1 else None)
+    worker = LogProbWorker(group.meet(), model, run.scored, reference.TEMPERATURE, 1, plan)
     worker.begin_update()
     sampling = HfReader(policies.sampling)
     update = list(pack([(name, sampling.get(name)) for name in sampling.names()], 50_000))
@@ -183,16 +194,20 @@ def _step(actor: _Actor, run: Run, samples: Sequence[Sample], config: AlgorithmC
     return actor.apply(), stats, weights_of(actor)
 
 
-Worlds = Callable[[str], tuple[Policies, dict[str, Expected]]]
+Worlds = Callable[[str, str | None], tuple[Policies, dict[str, Expected]]]
 
 
 @pytest.fixture(scope="module")
 def worlds(tmp_path_factory: pytest.TempPathFactory) -> Worlds:
-    """Function from a family to its policies and the results of each case in one process, computed once per family."""
+    """Function from the families of policy and teacher to the policies and the results of each case in one process,
+    computed once for each pair."""
 
     @functools.cache
-    def world(family: str) -> tuple[Policies, dict[str, Expected]]:
+    def world(family: str, teacher: str | None) -> tuple[Policies, dict[str, Expected]]:
         policies = Policies.make(family, tmp_path_factory.mktemp("policies"))
+        if teacher is not None:
+            shape = reference.TINY[teacher](layers=4)
+            policies = replace(policies, reference=reference.make_model(shape, policies.reference / "teacher"))
         alone = OneProcess(policies)
         return policies, {case: alone.expected(config) for case, config in CASES.items()}
 
@@ -209,7 +224,7 @@ def test_cases_have_every_loss_and_aggregation() -> None:
 @pytest.mark.parametrize("layout", [*LAYOUTS, *(pytest.param(name, marks=pytest.mark.slow) for name in MORE_LAYOUTS)])
 def test_loss_and_gradient_equal_those_of_one_process(layout: str, worlds: Worlds) -> None:
     run = (LAYOUTS | MORE_LAYOUTS)[layout]
-    policies, results = worlds(run.family)
+    policies, results = worlds(run.family, run.teacher)
     found = on_ranks(_in_group, run.processes, policies, run)
     before = reference.named_tensors(reference.load(policies.current))
     for case, expected in results.items():

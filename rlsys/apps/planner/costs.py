@@ -21,7 +21,6 @@ from rlsys.cluster.planning.memory import (
     count_parameters,
     engine_weights_bytes,
     group_memory,
-    holds_reference,
     kv_cache_tokens,
     kv_token_bytes,
 )
@@ -213,19 +212,19 @@ class HardwareCosts:
         calls = {
             "actor": self._call(
                 "actor",
-                1 + backward_passes(config) + again + holds_reference(config, "actor"),
+                self._step.training_passes()["actor"],
                 reached.train_compute,
                 backward_passes(config),
             )
         }
-        if forwards := scoring_forwards(config.algorithm):
-            calls["inference"] = self._call("inference", forwards, reached.score_compute)
+        if scoring_forwards(config.algorithm):
+            calls["inference"] = self._call("inference", self._step.scoring_passes(), reached.score_compute)
         if CRITIC in megatron_groups(config):
             calls[CRITIC] = self._call(CRITIC, 3 + again, reached.train_compute, 2)
             calls["values"] = self._call(CRITIC, 1, reached.score_compute)
         return calls
 
-    def _call(self, group: str, passes: int, compute: float, backward: int = 0) -> CallCosts:
+    def _call(self, group: str, passes: float, compute: float, backward: int = 0) -> CallCosts:
         parallel, ranks = megatron_groups(self._config)[group].parallel, self.ranks[group]
         devices = parallel.tp * parallel.cp
         flops = self._step.flops

@@ -5,7 +5,8 @@ them up.
 
     training    3 forward passes' worth of operations, because a backward pass takes two; 4 if activations are recomputed.
                 A critic trains as well, and first computes values (one pass more)
-    inference   1 forward pass of the policy and 1 of the reference, as far as a run needs them (`scoring_forwards`)
+    inference   1 forward pass of the policy and 1 of the reference, as far as a run needs them (`scoring_forwards`);
+                a teacher's pass counts by its own operations
     rollout     decoding, prefill, and the last episode
 
 `Flops` counts operations; a group computes at `COMPUTE_SHARE` of the peak of its devices. Added to that are the
@@ -43,11 +44,18 @@ from rlsys.cluster.planning.memory import (
     kv_token_bytes,
 )
 from rlsys.cluster.planning.placement import Ranks, parse_placement
-from rlsys.config.derived import backward_passes, has_critic, megatron_groups, scoring_forwards
+from rlsys.config.derived import (
+    backward_passes,
+    has_critic,
+    has_reference,
+    megatron_groups,
+    of_teacher,
+    scoring_forwards,
+)
 from rlsys.config.schema import Mode, ParallelConfig, RunConfig
 from rlsys.observe.spans import PEAK_TFLOPS
 from rlsys.weights.flops import flops_of
-from rlsys.weights.weight_map import Architecture
+from rlsys.weights.weight_map import Architecture, read_architecture
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,15 +166,27 @@ class StepCost:
         self.parameters = count_parameters(model)
         self.episodes = config.trainer.prompts_per_step * config.algorithm.n_samples
         self.ranks = parse_placement(config.cluster.placement, has_critic(config.algorithm))
+        self.reference_passes = 1.0
+        """Operations of the reference's forward pass, in passes of the policy."""
+        if (taught := of_teacher(config)) is not None:
+            teacher = flops_of(read_architecture(taught.model.path, taught.model.family))
+            sizes = (episode.total, episode.generated)
+            self.reference_passes = teacher.of(*sizes) / self.flops.of(*sizes)
 
     def stages(self) -> StageSeconds:
         """Return the seconds of all stages."""
         return StageSeconds(self.rollout_s(), self.inference_s(), self.training_s())
 
-    def training_passes(self) -> dict[str, int]:
+    def scoring_passes(self) -> float:
+        """Return the operations of scoring in the inference group, in forward passes over the step's episodes."""
+        forwards, algorithm = scoring_forwards(self.config.algorithm), self.config.algorithm
+        return forwards + has_reference(algorithm) * (self.reference_passes - 1.0)
+
+    def training_passes(self) -> dict[str, float]:
         """Return the operations of training by group, in forward passes over the step's episodes."""
         algorithm, again = self.config.algorithm, int(self.config.model.recompute)
-        passes = {"actor": 1 + backward_passes(self.config) + again + holds_reference(self.config, "actor")}
+        reference = holds_reference(self.config, "actor") * self.reference_passes
+        passes = {"actor": 1 + backward_passes(self.config) + again + reference}
         return passes | ({"critic": 4 + again} if has_critic(algorithm) else {})
 
     def training_s(self) -> float:
@@ -184,13 +204,15 @@ class StepCost:
     def inference_s(self) -> float:
         """Return the seconds of computing log-probs of policy and reference."""
         forwards = scoring_forwards(self.config.algorithm)
-        return self.passes_s("inference", forwards, forwards, self.episode.generated) if forwards else 0.0
+        if not forwards:
+            return 0.0
+        return self.passes_s("inference", self.scoring_passes(), forwards, self.episode.generated)
 
     def pass_flops(self, targets: int) -> float:
         """Return the operations of one forward pass over the step's episodes, with `targets` output positions each."""
         return self.episodes * self.flops.of(self.episode.total, targets)
 
-    def passes_s(self, group: str, forwards: int, exchanges: int, targets: int, updates: int = 0) -> float:
+    def passes_s(self, group: str, forwards: float, exchanges: float, targets: int, updates: int = 0) -> float:
         """Return the seconds in which a Megatron group passes over all episodes of the step.
 
         `forwards`: operations, in forward passes. `exchanges`: passes that exchange activations. `targets`: see

@@ -1,4 +1,4 @@
-"""Estimates the memory of each rank on its device, by part. Pure.
+"""Estimates the memory of each rank on its device, by part. Pure, but for a teacher's config.json.
 
 The estimate is the peak of tensor bytes in a step. Parameters, gradients, optimiser state and the reference are always
 present. The largest of three phases is added to them; the phases never overlap:
@@ -38,6 +38,7 @@ from rlsys.config.derived import (
     has_critic,
     has_reference,
     megatron_groups,
+    of_teacher,
     scores_with_policy,
     sums_over_vocabulary,
 )
@@ -56,7 +57,7 @@ from rlsys.config.schema import (
 )
 from rlsys.rollout.kinds import engine_fact
 from rlsys.weights.lora import adapter_rules
-from rlsys.weights.weight_map import Architecture, Cut, Rule, rules_of, stage_layers
+from rlsys.weights.weight_map import Architecture, Cut, Rule, read_architecture, rules_of, stage_layers
 
 MIB, GIB = 1024**2, 1024**3
 BYTES = {Dtype.float32: 4, Dtype.bfloat16: 2}
@@ -133,7 +134,7 @@ class StageRank:
 
     def __init__(self, config: RunConfig, model: Architecture, group: str, stage: int, load: MicroBatchLoad) -> None:
         settings = megatron_groups(config)[group]
-        self.config, self.model, self.group, self.stage = config, model, group, stage
+        self.config, self.model, self.group, self.stage, self.load = config, model, group, stage, load
         self.parallel = parallel = settings.parallel
         tp, cp = parallel.tp, parallel.cp
         self.optimizer = None if isinstance(settings, InferenceConfig) else settings.optimizer
@@ -241,20 +242,39 @@ def stage_memory(rank: StageRank) -> GroupMemory:
     """Estimate the memory of one rank of one pipeline stage."""
     # Always present. Float32 weights need no master copy.
     master = 0 if rank.config.model.dtype is Dtype.float32 else 4
-    # An inference group that only scores with a frozen reference does not hold the policy.
-    policy = rank.group != "inference" or bool(rank.adapters) or scores_with_policy(rank.config.algorithm)
+    reference = _reference(rank)
+    # An inference group that only scores with a frozen reference does not hold the policy, unless it is the policy.
+    own = bool(rank.adapters) and reference is None
+    policy = rank.group != "inference" or own or scores_with_policy(rank.config.algorithm)
     always = {"parameters": rank.parameters * rank.item if policy else 0.0, "runtime": _runtime(rank)}
     if rank.optimizer is not None:
         state = state_bytes(rank.optimizer, rank.matrices / rank.trained)
         always |= {"gradients": rank.trained * 4, "optimizer": rank.shard * (state + master)}
-    # With adapters, the reference is the policy without them.
-    if holds_reference(rank.config, rank.group) and not rank.adapters:
-        average = master if rank.config.algorithm.ref_policy_ema_tau < 1 else 0
-        always["reference"] = rank.parameters * (rank.item + average)
     passing, peak = _scoring(rank) if rank.optimizer is None else _training(rank)
+    if reference is not None:
+        average = master if rank.config.algorithm.ref_policy_ema_tau < 1 else 0
+        always["reference"] = reference.parameters * (rank.item + average)
+        if reference is not rank:  # A teacher computes before the policy or after it.
+            scoring, most = _scoring(reference)
+            passing = {part: max(passing.get(part, 0.0), scoring.get(part, 0.0)) for part in passing | scoring}
+            peak = max(peak, most)
     later = {"step": _optimizer_step(rank), "weight_sync": _weight_sync(rank) if policy else 0.0}
     total = sum(always.values()) + max(peak, _left(rank) + max(later.values()))
     return GroupMemory({name: size for name, size in (always | passing | later).items() if size}, total)
+
+
+def _reference(rank: StageRank) -> StageRank | None:
+    """Return the rank of the reference: a teacher's, or `rank` itself; None if the group holds none.
+
+    With adapters, the reference is the policy without them, unless there is a teacher.
+    """
+    config = rank.config
+    if not holds_reference(config, rank.group):
+        return None
+    if (taught := of_teacher(config)) is not None:
+        model = read_architecture(taught.model.path, taught.model.family)
+        return StageRank(taught, model, rank.group, rank.stage, rank.load)
+    return None if rank.adapters else rank
 
 
 @cache

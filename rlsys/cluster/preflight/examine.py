@@ -38,6 +38,7 @@ from rlsys.config.derived import (
     heldout_files,
     moves_reference,
     needs_server,
+    of_teacher,
     train_files,
 )
 from rlsys.config.problems import Problem
@@ -63,6 +64,7 @@ _LOGS_GIB = 1.0  # Space for logs, metrics and Ray's session.
 _BUCKET_FILES = 3  # Maximum number of weight files on disk at a time with cluster.sync_mode=disk.
 _RESOURCE = {Device.cpu: "CPU", Device.gpu: "GPU"}
 RAY, MODEL, SEARCH_INDEX, SERVER = "Ray", "model.path", "search.index", "search server"
+TEACHER = "algorithm.teacher.model"
 _AGAIN = "get the model again, such as with `hf download NAME --local-dir FOLDER`"
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _QUESTION = "Who wrote Hamlet?"
@@ -165,6 +167,8 @@ def examine(
     yield from _room_findings(config, _plan(config), machine)
     if MODEL not in bad:
         yield from model_findings(Path(config.model.path), config.model.family)
+    if (taught := of_teacher(config)) is not None and TEACHER not in bad:
+        yield from model_findings(Path(taught.model.path), taught.model.family, TEACHER)
     question = ""
     for _, key, path in (*train_files(config.task), *heldout_files(config.task)):
         if key not in bad:
@@ -571,15 +575,16 @@ def spoken(gib: float) -> str:
     return f"{gib:.1f} GiB" if gib >= 1 else f"{gib * 1024:.1f} MiB"
 
 
-def model_findings(folder: Path, family: str | None = None) -> Iterator[Finding]:
-    """Check the weights and the tokenizer of a model folder whose config.json is valid."""
+def model_findings(folder: Path, family: str | None = None, key: str = MODEL) -> Iterator[Finding]:
+    """Check the weights and the tokenizer of a model folder, the value of `key`, whose config.json is valid."""
     problems = list(_weight_problems(folder, family))
-    yield from (wrong(MODEL, sentence, _AGAIN) for sentence in problems)
+    yield from (wrong(key, sentence, _AGAIN) for sentence in problems)
     if not problems:
         size = sum(file.stat().st_size for file in HfReader(folder).files()) / GIB
         tensors = len(WeightMap(read_architecture(folder, family)).hf_names())
-        yield ok(MODEL, f"{folder}: all {tensors} tensors, {spoken(size)}")
-    yield _tokenizer(folder)
+        yield ok(key, f"{folder}: all {tensors} tensors, {spoken(size)}")
+    if key == MODEL:  # A teacher has the same tokens.
+        yield _tokenizer(folder)
 
 
 def data_findings(key: str, path: Path) -> tuple[Finding, Question | None]:

@@ -37,7 +37,7 @@ def finish(group: Group, config: AlgorithmConfig, kl: KlController, mask_of: Mas
     Advantages are final unless the config needs the whole mini-batch (`over_mini_batch`). Raises ValueError if a sample
     lacks log-probs or values that the config needs, or if these are not finite on a trained token.
     """
-    estimator = _estimator_in_reward(config)
+    estimator = _estimator_in(KlPlace.reward, config)
     coef = 0.0 if estimator is None else kl.coef
     divergences = [None if estimator is None else _kl(sample, estimator) for sample in group.samples]
     episodes = [
@@ -47,7 +47,7 @@ def finish(group: Group, config: AlgorithmConfig, kl: KlController, mask_of: Mas
     over_batch = needs_whole_mini_batch(config)
     samples = [
         replace(
-            _with_advantages(sample, found.advantages, found.returns),
+            _with_advantages(sample, found.advantages, found.returns, config),
             units=found.units if over_batch else None,
             kl_sum=None if divergence is None else float(divergence.sum()),
             kl_coef=coef,
@@ -75,7 +75,9 @@ def over_mini_batch(groups: Sequence[Group], config: AlgorithmConfig, mask_of: M
     return [
         replace(
             group,
-            samples=tuple(_with_advantages(sample, *both) for sample, both in zip(group.samples, one, strict=True)),
+            samples=tuple(
+                _with_advantages(sample, *both, config) for sample, both in zip(group.samples, one, strict=True)
+            ),
         )
         for group, one in zip(groups, found, strict=True)
     ]
@@ -107,7 +109,7 @@ def turns_of(trajectory: Trajectory, mask_of: MaskOf) -> NDArray[np.int32]:
 
 def _episodes_of(groups: Sequence[Group], config: AlgorithmConfig, mask_of: MaskOf) -> list[list[RewardedEpisode]]:
     """Return the episodes of finished groups, with the KL penalties that `finish` subtracted."""
-    estimator = _estimator_in_reward(config)
+    estimator = _estimator_in(KlPlace.reward, config)
     return [
         [
             _episode(sample, None if estimator is None else _kl(sample, estimator), sample.kl_coef, mask_of)
@@ -137,11 +139,11 @@ def _offsets(sample: Sample) -> NDArray[np.float64] | None:
     return np.repeat(own, np.diff(ends, prepend=0))
 
 
-def _estimator_in_reward(config: AlgorithmConfig) -> KlEstimator | None:
-    """Return the estimator of a KL term in the reward; None without such a term."""
-    if config.kl_in is not KlPlace.reward or config.kl_coef == 0:
+def _estimator_in(place: KlPlace, config: AlgorithmConfig) -> KlEstimator | None:
+    """Return the estimator of a KL term in `place`, the reward or the advantage; None without such a term."""
+    if config.kl_in is not place or config.kl_coef == 0:
         return None
-    assert not isinstance(config.kl_estimator, FullKl), "a reward has no distributions"
+    assert not isinstance(config.kl_estimator, FullKl), "neither a reward nor an advantage has distributions"
     return sampled_estimator(config.kl_estimator)
 
 
@@ -153,8 +155,18 @@ def _corrections(sample: Sample, config: CorrectionConfig) -> Floats | None:
     return correct(old, sample.trajectory.rollout_logprobs, sample.trajectory.loss_mask, config)[0]
 
 
-def _with_advantages(sample: Sample, advantages: NDArray[np.float64], returns: NDArray[np.float64] | None) -> Sample:
-    """Return the sample with advantages and, unless they are None, returns."""
+def _with_advantages(
+    sample: Sample, advantages: NDArray[np.float64], returns: NDArray[np.float64] | None, config: AlgorithmConfig
+) -> Sample:
+    """Return the sample with advantages and, unless they are None, returns.
+
+    A KL term in the advantage is subtracted last, so it is neither centred nor scaled. Tokens that were not sampled
+    have none: the difference of two log-probs is a KL on average over samples alone.
+    """
+    estimator = _estimator_in(KlPlace.advantage, config)
+    if estimator is not None:
+        sampled = sample.trajectory.versions >= 0
+        advantages = advantages - config.kl_coef * np.where(sampled, _kl(sample, estimator), 0.0)
     known = sample.returns if returns is None else returns.astype(np.float32)
     return replace(sample, advantages=advantages.astype(np.float32), returns=known)
 
@@ -168,7 +180,7 @@ def _units(sample: Sample) -> CreditUnits:
 def _kl(sample: Sample, estimator: KlEstimator) -> NDArray[np.float64]:
     """Return the KL to the reference policy [seq] at trained tokens; 0 elsewhere."""
     policy = _known(sample, sample.old_logprobs, "no log-probs of the policy: score it first")
-    missing = "no log-probs of the reference policy to take a KL off its reward"
+    missing = "no log-probs of the reference policy for a KL in its reward or its advantages"
     reference, mask = _known(sample, sample.ref_logprobs, missing), sample.trajectory.loss_mask
     kl = np.zeros(len(mask))
     trained = [torch.from_numpy(logprobs[mask].astype(np.float64)) for logprobs in (policy, reference)]

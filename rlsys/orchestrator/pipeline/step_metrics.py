@@ -44,7 +44,8 @@ ADVANTAGE_METRICS = (
     Metric(
         "kl/k1 kl/k2 kl/k3 kl/abs",
         "nats a token",
-        "divergence of the policy from the reference before the step's updates, by each [estimator](algorithms.md)",
+        "divergence of the policy from the reference, or the teacher in its place, before the step's updates, by each "
+        "[estimator](algorithms.md)",
     ),
     Metric(
         "kl/k5",
@@ -66,6 +67,17 @@ ADVANTAGE_METRICS = (
     ),
     Metric("group/distinct_answers", "share", "distinct answers among the answers of a group, mean over groups"),
     Metric("group/distinct_responses", "share", "distinct responses among those of a group, compared token by token"),
+)
+DISTILLATION_METRICS = (
+    Metric(
+        "distillation/reverse_kl/{mean,max,min}",
+        "nats a token",
+        "log policy - log teacher of the trained tokens, which the policy sampled: its mean is the reverse KL",
+    ),
+    Metric("distillation/teacher_logprob", "nats a token", "mean log-prob that the teacher gives to trained tokens"),
+    Metric(
+        "distillation/preferred_share", "share", "trained tokens that are more likely under the teacher than the policy"
+    ),
 )
 EPISODE_METRICS = (
     Metric("env/number_of_actions/{mean,max,min}", "count", "turns per episode", "S"),
@@ -257,6 +269,21 @@ def divergence_metrics(samples: Sequence[Sample]) -> dict[str, float]:
     """
     old, reference = map(torch.from_numpy, _trained(samples, "old_logprobs", "ref_logprobs"))
     return {f"kl/{name}": float(SAMPLED[name](old, reference).mean()) for name in DISTINCT} if len(old) else {}
+
+
+def distillation_metrics(groups: Sequence[Group]) -> dict[str, float]:
+    """Return what the teacher says of the step's trained tokens, in nats; empty without its log-probs.
+
+    `reverse_kl` is log policy - log teacher of a token, with the policy from before the step's updates.
+    """
+    old, teacher = _trained(_samples(groups), "old_logprobs", "ref_logprobs")
+    if not old.size:
+        return {}
+    return {
+        **_extremes("distillation/reverse_kl", old - teacher),
+        "distillation/teacher_logprob": float(teacher.mean()),
+        "distillation/preferred_share": float((teacher > old).mean()),
+    }
 
 
 def group_metrics(groups: Sequence[Group]) -> dict[str, float]:

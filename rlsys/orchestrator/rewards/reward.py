@@ -444,6 +444,19 @@ def weights_of(config: RewardConfig) -> Mapping[str, float]:
     return {name: weight for name, weight in weights.items() if weight != 0}
 
 
+def check_weights(config: RewardConfig, task: TaskConfig) -> Iterator[UserError]:
+    """Yield one UserError for each set of terms without any weight, from which nothing is learned without a teacher."""
+    own = {name: source for name, source in task.sources.items() if source.reward is not None}
+    given = {"reward.terms": config} | {source_key(name, "reward"): reward_of(config, own[name]) for name in own}
+    for at, one in given.items():
+        if not weights_of(one):
+            sentence = (
+                f"{at} gives every term the weight 0, so nothing can be learned: give one term another weight, or a teacher "
+                "(algorithm=opd)."
+            )
+            yield UserError(sentence, code="empty", key=at)
+
+
 def check_source_terms(config: RewardConfig, task: TaskConfig) -> Iterator[UserError]:
     """Yield one UserError per problem of the terms that sources have instead of those of `config`."""
     for name, source in task.sources.items():
@@ -456,9 +469,6 @@ def check_source_terms(config: RewardConfig, task: TaskConfig) -> Iterator[UserE
 def check_terms(config: RewardConfig, task: TaskConfig, at: str = "reward.terms") -> Iterator[UserError]:
     """Yield one UserError per problem of `config`, whose terms are the value of the key `at`."""
     weights = weights_of(config)
-    if not weights:
-        sentence = f"{at} gives every term the weight 0, so nothing can be learned: give one term another weight."
-        yield UserError(sentence, code="empty", key=at)
     for name, weight in weights.items():
         key = f"{at}.{name}"
         if not math.isfinite(weight):

@@ -44,7 +44,6 @@ def test_defaults_and_every_term_have_no_problem_nor_has_an_unused_judge() -> No
         (terms(exactmatch=1.0), "unknown", "reward.terms.exactmatch"),
         (terms(f1=float("-inf")), "out_of_range", "reward.terms.f1"),
         (terms(exact_match=1.0, search_penalty=0.1), "out_of_range", "reward.terms.search_penalty"),
-        (terms(exact_match=0.0), "empty", "reward.terms"),
         (terms(exact_match=1.0, correct_answer=10.0), "conflict", "reward.terms.correct_answer"),
         (terms(**{f"{OWN}.brevity": 1.0}), "unknown", f"reward.terms.{OWN}.brevity"),
         (judged(url=None), "missing", "reward.judge.url"),

@@ -11,7 +11,7 @@ import pytest
 
 from rlsys.config.schema import CompatConfig, RewardConfig, SourceConfig
 from rlsys.errors import Code
-from rlsys.orchestrator.rewards.reward import Rewards
+from rlsys.orchestrator.rewards.reward import Rewards, check_weights
 from rlsys.rollout.tools.interface import named_tools
 from tests.orchestrator.rewards import own_terms
 from tests.support.refusals import refused
@@ -78,10 +78,15 @@ async def test_the_structure_knows_the_tools_of_the_source() -> None:
     [
         ({"no_term": 1.0}, "unknown", "task.sources.bad.reward.no_term"),
         ({"search_penalty": 1.0}, "out_of_range", "task.sources.bad.reward.search_penalty"),
-        ({"f1": 0.0}, "empty", "task.sources.bad.reward"),
         ({"judge": 1.0}, "missing", "reward.judge.url"),
     ],
 )
 def test_terms_of_a_source_are_refused_under_its_key(reward: dict[str, Any], code: Code, key: str) -> None:
     with refused(code, key):
         Rewards(REWARD, task_of(sources={"bad": SourceConfig(reward=reward)}), CompatConfig())
+
+
+def test_terms_without_a_weight_are_named_for_a_run_that_has_no_teacher() -> None:
+    silent = SourceConfig(reward={"f1": 0.0})
+    found = check_weights(replace(REWARD, terms={"f1": 0.0}), task_of(sources={"bad": silent}))
+    assert [(one.code, one.key) for one in found] == [("empty", "reward.terms"), ("empty", "task.sources.bad.reward")]
