@@ -11,7 +11,7 @@ from torch import Tensor
 
 from rlsys.config.schema import Dtype, ParallelConfig
 from rlsys.trainer import mesh
-from rlsys.trainer.log_prob import LogProbWorker, ReferencePlan
+from rlsys.trainer.log_prob import LogProbWorker, ReferencePlan, Teacher
 from rlsys.trainer.offload import OffloadStats
 from rlsys.weights.convert.conversion import megatron_to_hf
 from rlsys.weights.hf_io import HfReader
@@ -218,3 +218,23 @@ async def test_worker_without_a_reference_returns_nothing_of_one(model: str) -> 
     assert same(await reference_of(group, policy=True), policy(model, 1, Dtype.float32)), "the policy, bit for bit"
     ((found,),) = await group.call("compute", reference.make_batches(1))
     assert found.reference is found.picks is None
+
+
+async def test_teacher_of_another_family_and_depth_scores_as_transformers_do(model: str, tmp_path: Path) -> None:
+    folder = reference.make_model(reference.tiny_llama3(layers=4), tmp_path)
+    batches, teacher = reference.make_batches(2), reference.load(folder)
+    group = await start("tp2", model, replace(FIXED, teacher=Teacher(local_model(folder))))
+    await group.call("updates", 1, 1)  # The policy moves, and its teacher stays.
+    (found,) = [answer for answer in await group.call("compute", batches) if answer is not None]
+    for batch, logprobs in zip(batches, found, strict=True):
+        with torch.no_grad():
+            expected = reference.logprobs_and_entropy(teacher, batch.tokens)[0].numpy()
+        np.testing.assert_allclose(logprobs.reference, expected * batch.loss_mask, rtol=2e-5, atol=2e-5)
+        assert np.abs(logprobs.policy - logprobs.reference).max() > 0.1
+
+
+async def test_policy_that_is_its_own_teacher_has_the_same_log_probs_to_the_bit(model: str) -> None:
+    group = await start("one", model, replace(FIXED, teacher=Teacher(local_model(model))))
+    ((found,),) = await group.call("compute", reference.make_batches(1))
+    np.testing.assert_array_equal(found.policy, found.reference)
+    assert found.policy.any()
