@@ -5,11 +5,17 @@ import os
 from pathlib import Path
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.support.paths import PROJECT
 from tests.support.runs import Finished, rlsys, small
+from tests.support.teachers import scored_by, served
 
 pytestmark = [pytest.mark.slow, pytest.mark.engine]
+
+
+POLICY = PROJECT / "examples/searchr1/tiny/policy"
 
 
 def checkpoints(run: Finished, step: int) -> set[str]:
@@ -58,6 +64,32 @@ def test_ema_pg_reference_follows_the_policy_and_is_evaluated(tmp_path: Path) ->
     answers = (run.folder / "evaluations" / "reference_step_000002.jsonl").read_text().splitlines()
     assert len(answers) == 16
     assert checkpoints(run, 2) == {"actor", "reference"}
+
+
+def test_policy_that_is_its_own_teacher_learns_nothing_from_it_at_first(tmp_path: Path) -> None:
+    """The teacher is a folder, and the task's reward has no weight, so the first step has no advantage at all."""
+    silent = ["algorithm=opd", "reward.terms={exact_match: 0}", "trainer.mini_batches=1"]
+    run = Finished(tmp_path, *silent, f"algorithm.teacher.model={POLICY}", "trainer.steps=1")
+    (row,) = run.rows
+    assert row["distillation/reverse_kl/max"] == pytest.approx(0.0, abs=1e-5)
+    assert row["critic/advantages/max"] == pytest.approx(0.0, abs=1e-5)
+    assert row["distillation/teacher_logprob"] < 0
+    assert checkpoints(run, 1) == {"actor"}, "a frozen teacher is not saved"
+
+
+def test_server_is_a_teacher_of_a_run_without_an_inference_group(tmp_path: Path) -> None:
+    """The server computes with transformers, and has the weights at which the policy starts."""
+    ours = ["algorithm.old_logprobs=engine", "task.token_mode=append", "task.train_eos=false"]
+    model = AutoModelForCausalLM.from_pretrained(POLICY, dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(POLICY)
+    with served(scored_by(model, tokenizer)) as server:
+        taught = ["algorithm=opd", f"algorithm.teacher.model={server.url}"]
+        run = Finished(tmp_path, *taught, *ours, "trainer.mini_batches=1", "trainer.steps=2")
+    first, second = run.rows
+    assert first["distillation/reverse_kl/max"] == pytest.approx(0.0, abs=1e-3)
+    assert second["distillation/reverse_kl/mean"] > first["distillation/reverse_kl/mean"]
+    assert sum(row["distillation/requests"] for row in run.rows) <= len(server.seen) - 1, "one compared the tokens"
+    assert first["distillation/request_s"] > 0
 
 
 def test_guard_alarm_stops_the_run_with_a_checkpoint_and_a_message(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qw
 
 from rlsys.cluster.planning.memory import GroupMemory, MicroBatchLoad, StageRank, stage_memory
 from rlsys.config import schema
-from rlsys.config.algorithm import AlgorithmConfig, FullKl, GaeAdvantage, ReturnsAdvantage
+from rlsys.config.algorithm import AlgorithmConfig, FullKl, GaeAdvantage, ReturnsAdvantage, TeacherConfig
 from rlsys.observe.environment import Capabilities
 from rlsys.trainer.actor import Actor, Critic, Learner
 from rlsys.trainer.batches import MicroBatch
@@ -89,6 +89,8 @@ class Case:
     optimizer: str = "adamw"
     rank: int = 0
     """Rank of adapters (LoRA)."""
+    teacher: bool = False
+    """Hold a teacher that is wider and deeper than the policy, in place of the reference."""
 
     def config(self, path: Path) -> schema.RunConfig:
         """Config of a run whose measured group has the first ranks to itself."""
@@ -107,7 +109,10 @@ class Case:
             critic=schema.CriticConfig(parallel=layout.parallel, optimizer=optimizer, packing=packing),
             inference=schema.InferenceConfig(parallel=layout.parallel, packing=packing),
             algorithm=AlgorithmConfig(
-                kl_coef=0.1, advantage=GaeAdvantage() if critic else ReturnsAdvantage(), **KL[self.kl]
+                kl_coef=0.1,
+                advantage=GaeAdvantage() if critic else ReturnsAdvantage(),
+                teacher=TeacherConfig(str(path / "teacher") if self.teacher else None),
+                **KL[self.kl],
             ),
         )
 
@@ -151,6 +156,9 @@ GRID = [
     Case(Layout(tp=2, sequence_parallel=True), rank=16),
     Case(group="inference", rank=16),
     Case(group="inference", kl="sampled, average", dtype=schema.Dtype.bfloat16),
+    Case(Layout(tp=2), group="inference", teacher=True),
+    Case(group="inference", rank=16, teacher=True, dtype=schema.Dtype.bfloat16),
+    Case(Layout(recompute=True), kl="whole", teacher=True),
 ]
 
 
@@ -158,6 +166,9 @@ GRID = [
 def test_estimated_memory_is_near_that_of_a_measured_step(case: Case, tmp_path: Path) -> None:
     shape = SHAPES[case.shape](tie_word_embeddings=case.layout.tied)
     AutoModelForCausalLM.from_config(shape, dtype=torch.bfloat16).save_pretrained(tmp_path)
+    if case.teacher:
+        larger = Qwen2Config(**{**SIZES, "hidden_size": 512, "num_hidden_layers": 6})
+        AutoModelForCausalLM.from_config(larger, dtype=torch.bfloat16).save_pretrained(tmp_path / "teacher")
     on_ranks(_measure, case.layout.processes, tmp_path, case)
 
 
