@@ -27,7 +27,7 @@ from torch.nn.functional import pad
 
 from rlsys.rollout.staging import WeightCheck
 from rlsys.weights.transport import bytes_of
-from rlsys.weights.weight_map import Cut, Entry, WeightMap, halves
+from rlsys.weights.weight_map import Cut, Entry, WeightMap
 
 Hasher = Callable[[Sequence[Tensor]], str]
 """Parts of a tensor, concatenated along dimension 0 -> the hash that SGLang reports for it."""
@@ -95,8 +95,7 @@ class SglangWeights(WeightCheck):
         return {*self._parts}
 
     def _hash(self, target: str, entry: Entry, parts: Sequence[Tensor]) -> None:
-        cut = entry.rule.cut
-        parts = halves(parts) if cut is Cut.GATE_UP and len(entry.hf) == 1 else parts
+        parts = self._weights.unfused(entry, parts)
         for rank, hashes in enumerate(self.hashes):
             hashes[target] = self._hasher([self._piece(entry, n, part, rank) for n, part in enumerate(parts)])
 

@@ -40,7 +40,7 @@ class Cut(Enum):
     ROWS = "rows"  # One tensor, cut along dimension 0.
     COLUMNS = "columns"  # One tensor, cut along dimension 1.
     VOCAB = "vocab"  # One tensor, padded with zero rows, cut along dimension 0.
-    QKV = "qkv"  # Query, key and value, interleaved by query group, cut along dimension 0.
+    QKV = "qkv"  # Query, key and value, three tensors or one: interleaved by query group, cut along dimension 0.
     GATE_UP = "gate_up"  # Gate and up projection, two tensors or one: rank r holds rows of both, [gate_r; up_r].
 
 
@@ -97,13 +97,13 @@ _FIELDS = {field.name: _KINDS[field.type] for field in fields(Architecture) if f
 """Fields that the `config` section may set -> their type."""
 _SIZES = ("hidden", "head_dim", "ffn", "experts", "expert_ffn", "vocab")
 _WIDTHS = {"query": "heads", "key_value": "kv_heads"}
-"""Words for sizes in the shapes of `tensors`: `_SIZES` are fields, `_WIDTHS` are fields times `head_dim`; `gate_up` is
-twice `ffn`."""
+"""Words for sizes in the shapes of `tensors`: `_SIZES` are fields, `_WIDTHS` are fields times `head_dim`. A tensor that
+fuses several has the rows of all of them: `qkv` and `gate_up`."""
 _WORDS = Words(
     fields=_FIELDS,
     required=[field.name for field in fields(Architecture) if field.name in _FIELDS and field.default is MISSING],
-    parts={cut.value: {Cut.QKV: (3,), Cut.GATE_UP: (1, 2)}.get(cut, (1,)) for cut in Cut},
-    sizes=(*_SIZES, *_WIDTHS, "gate_up"),
+    parts={cut.value: {Cut.QKV: (1, 3), Cut.GATE_UP: (1, 2)}.get(cut, (1,)) for cut in Cut},
+    sizes=(*_SIZES, *_WIDTHS, "qkv", "gate_up"),
     conditions=(*_HEADS, *(name for name, kind in _FIELDS.items() if kind is bool)),
 )
 
@@ -177,6 +177,7 @@ def rules_of(architecture: Architecture, values: bool = False) -> tuple[Rule, ..
     tensors = load_family(architecture.family).tensors
     sizes = {word: getattr(architecture, word) for word in _SIZES} | {"gate_up": 2 * architecture.ffn}
     sizes |= {word: getattr(architecture, heads) * architecture.head_dim for word, heads in _WIDTHS.items()}
+    sizes["qkv"] = sizes["query"] + 2 * sizes["key_value"]
     absent = _HEADS[0 if values else 1]
     rules = []
     for name, tensor in tensors.items():
@@ -522,8 +523,9 @@ class WeightMap:
         `parts` are in the order of `entry.hf`. The shard may share memory with a part. Raises UserError if `tp_size`
         does not divide the cut dimension. `tp_size` may exceed the number of query groups.
         """
+        parts = self.unfused(entry, parts)
         if entry.rule.cut is Cut.GATE_UP:
-            return _joined([_piece(part, Cut.ROWS, tp_rank, tp_size) for part in halves(parts)])
+            return _joined([_piece(part, Cut.ROWS, tp_rank, tp_size) for part in parts])
         if entry.rule.cut is Cut.QKV:
             # Per query group: its query heads, then its key head, then its value head.
             groups = self.architecture.kv_heads
@@ -547,15 +549,25 @@ class WeightMap:
             parts = [_joined(shards, dim=1)]
         elif cut is Cut.GATE_UP:
             parts = [_joined(half) for half in zip(*(shard.chunk(2) for shard in shards), strict=True)]
-            parts = parts if len(entry.hf) == 2 else [_joined(parts)]
         elif cut is Cut.QKV:
-            arch, fused = self.architecture, _joined(shards)
+            arch, mixed = self.architecture, _joined(shards)
             sizes = [arch.heads // arch.kv_heads * arch.head_dim, arch.head_dim, arch.head_dim]
-            grouped = fused.reshape(arch.kv_heads, sum(sizes), *fused.shape[1:])
+            grouped = mixed.reshape(arch.kv_heads, sum(sizes), *mixed.shape[1:])
             parts = [part.flatten(0, 1) for part in grouped.split(sizes, dim=1)]
         else:
             parts = [_joined(shards)[: self.architecture.vocab] if cut is Cut.VOCAB else _joined(shards)]
+        parts = [_joined(parts)] if len(entry.hf) == 1 else parts
         return list(zip(entry.hf, parts, strict=True))
+
+    def unfused(self, entry: Entry, parts: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Return query, key and value, or gate and up, for a Hugging Face tensor that fuses them; else return `parts`."""
+        if len(parts) == 1 and entry.rule.cut is Cut.GATE_UP:
+            return parts[0].chunk(2)
+        if len(parts) == 1 and entry.rule.cut is Cut.QKV:
+            arch = self.architecture
+            head = len(parts[0]) // (arch.heads + 2 * arch.kv_heads)
+            return parts[0].split([arch.heads * head, arch.kv_heads * head, arch.kv_heads * head])
+        return parts
 
 
 def _entry(rule: Rule, layer: int | None = None, expert: int | None = None) -> Entry:
@@ -569,11 +581,6 @@ def _joined(parts: Sequence[Tensor], dim: int = 0) -> Tensor:
     import torch  # Imported here, so that size queries need not import torch.
 
     return parts[0] if len(parts) == 1 else torch.cat(list(parts), dim=dim)
-
-
-def halves(parts: Sequence[Tensor]) -> Sequence[Tensor]:
-    """Return gate and up projection of a tensor with `Cut.GATE_UP`, whose Hugging Face parts are two tensors or one."""
-    return parts if len(parts) == 2 else parts[0].chunk(2)
 
 
 def _piece(whole: Tensor, cut: Cut, tp_rank: int, tp_size: int) -> Tensor:

@@ -103,7 +103,7 @@ def layout(**changes: Any) -> Layout:
     return Layout(**{"tp": 2, "dtype": torch.float32, **changes})
 
 
-QWEN2, MOE, GLM4 = weight_map(), weight_map("qwen3_moe", experts=2), weight_map("glm4")
+QWEN2, MOE, GLM4, PHI3 = weight_map(), weight_map("qwen3_moe", experts=2), weight_map("glm4"), weight_map("phi3")
 QKV = {"self_attn.v_proj": rows(20, 2), "self_attn.q_proj": rows(0, 4), "self_attn.k_proj": rows(10, 2)}
 GATE_UP = {"mlp.up_proj": rows(5, 3), "mlp.gate_proj": rows(1, 3)}
 EXPERTS = {
@@ -132,6 +132,7 @@ LAYER = "model.layers.0"
         (QWEN2, PADDED, GATE_UP, "mlp.gate_up_proj.weight", [[1, 2, 3, 0, 5, 6, 7, 0]]),
         (QWEN2, PADDED, {"mlp.down_proj": torch.tensor([[1.0, 2.0, 3.0]])}, "mlp.down_proj.weight", [[1, 2, 3, 0]]),
         (GLM4, layout(), {"mlp.gate_up_proj": rows(0, 8)}, "mlp.gate_up_proj.weight", [[0, 1, 4, 5], [2, 3, 6, 7]]),
+        (PHI3, layout(), {"self_attn.qkv_proj": rows(0, 8)}, "self_attn.qkv_proj.weight", [[0, 1, 4, 6], [2, 3, 5, 7]]),
         (GLM4, layout(), {"post_mlp_layernorm": torch.tensor([7.0, 8.0])}, "post_mlp_layernorm.weight", [[7, 8], [7, 8]]),
     ],
 )  # fmt: skip

@@ -19,6 +19,7 @@ def configs(layers: int = 3) -> dict[str, PretrainedConfig]:
         "llama": reference.tiny_llama3(layers),
         "llama-tied": reference.tiny_llama3(layers, tied=True),
         "mistral": reference.tiny_mistral(layers),
+        "phi3": reference.tiny_phi3(layers),
         "qwen2": reference.tiny_config(layers, tied=False),
         "qwen2-tied": reference.tiny_config(layers),
         "qwen3": reference.tiny_qwen3(layers),

@@ -13,6 +13,7 @@ from transformers import (
     Glm4Config,
     LlamaConfig,
     MistralConfig,
+    Phi3Config,
     PretrainedConfig,
     Qwen2Config,
     Qwen3Config,
@@ -70,6 +71,12 @@ def tiny_mistral(layers: int = 3, tied: bool = False, window: int | None = None)
     return MistralConfig(**_sizes(layers, tied), head_dim=24, sliding_window=window)
 
 
+def tiny_phi3(layers: int = 3, tied: bool = False, window: int | None = None) -> PretrainedConfig:
+    """A Phi-4 with rotary positions on 12 of a head's 16 dimensions, as in Phi-4-mini."""
+    rope = {"rope_type": "default", "rope_theta": 1234.0, "partial_rotary_factor": 0.75}
+    return Phi3Config(**{**_sizes(layers, tied), "rope_parameters": rope}, sliding_window=window, pad_token_id=None)
+
+
 def tiny_glm4(layers: int = 3) -> PretrainedConfig:
     """A GLM-4, whose family is not built in: `GLM4_FAMILY`. In transformers, a padding token's embedding is not trained."""
     sizes = _sizes(layers, tied=False)
@@ -81,6 +88,7 @@ GLM4_FAMILY = str(PROJECT / "examples/extend/family.yaml")
 TINY: dict[str, Callable[..., PretrainedConfig]] = {
     "llama": tiny_llama3,
     "mistral": tiny_mistral,
+    "phi3": tiny_phi3,
     "qwen2": tiny_config,
     "qwen3": tiny_qwen3,
     "qwen3_moe": tiny_qwen3_moe,

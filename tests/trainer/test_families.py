@@ -26,6 +26,8 @@ FAMILIES: dict[str, PretrainedConfig] = {
     "llama, tied": reference.tiny_llama3(tied=True),
     "mistral": reference.tiny_mistral(),
     "mistral, as long as its window": reference.tiny_mistral(window=WIDTH),
+    "phi3": reference.tiny_phi3(),
+    "phi3, tied": reference.tiny_phi3(tied=True),
     "qwen2": reference.tiny_config(tied=False),
     "qwen2, tied": reference.tiny_config(),
     "qwen3": reference.tiny_qwen3(),

@@ -52,9 +52,15 @@ MISTRAL_7B = json.loads("""{"model_type": "mistral", "hidden_act": "silu", "hidd
     "intermediate_size": 14336, "max_position_embeddings": 32768, "num_attention_heads": 32, "num_hidden_layers": 32,
     "num_key_value_heads": 8, "rms_norm_eps": 1e-05, "rope_theta": 1000000.0, "sliding_window": null,
     "tie_word_embeddings": false, "vocab_size": 32768}""")
+PHI_4 = json.loads("""{"model_type": "phi3", "attention_bias": false, "embd_pdrop": 0.0, "hidden_act": "silu",
+    "hidden_size": 5120, "intermediate_size": 17920, "max_position_embeddings": 16384, "num_attention_heads": 40,
+    "num_hidden_layers": 40, "num_key_value_heads": 10, "original_max_position_embeddings": 16384, "pad_token_id": 100349,
+    "rms_norm_eps": 1e-05, "rope_scaling": null, "rope_theta": 250000, "sliding_window": null,
+    "tie_word_embeddings": false, "vocab_size": 100352}""")
 PUBLISHED = {
     "Mistral-7B-v0.3": (MISTRAL_7B, 7_248_023_552),
     "Mistral-7B-v0.1": (MISTRAL_7B | {"sliding_window": 4096, "vocab_size": 32000}, 7_241_732_096),
+    "Phi-4": (PHI_4, 14_659_507_200),
     "DeepSeek-R1-Distill-Qwen-7B": (QWEN_7B, 7_615_616_512),
     "DeepSeek-R1-Distill-Llama-8B": (LLAMA_8B, 8_030_261_248),
     "Qwen3-0.6B": (QWEN3_0_6B, 596_049_920),
@@ -84,7 +90,8 @@ def of_transformers(config: PretrainedConfig) -> dict[str, Any]:
         "norm_eps": config.rms_norm_eps,
         "rope_theta": rope["rope_theta"],
         "max_positions": config.max_position_embeddings,
-        "window": config.sliding_window if config.model_type == "mistral" else None,
+        "rotary_fraction": rope.get("partial_rotary_factor", 1.0),
+        "window": config.sliding_window if config.model_type in ("mistral", "phi3") else None,
         "rope": RopeScaling(8.0, 1.0, 4.0, 8192) if rope["rope_type"] == "llama3" else None,
         "experts": config.num_experts if moe else 0,
         "experts_per_token": config.num_experts_per_tok if moe else 0,
@@ -119,7 +126,7 @@ def test_published_config_is_read_like_transformers_with_any_key_left_out(name: 
     assert sum(map(prod, mapped(WeightMap(read_architecture(tmp_path))).values())) == parameters
     for key in config.keys() - {"model_type"}:
         rest = {other: value for other, value in config.items() if other != key}
-        if key in NEEDED or (key == "num_key_value_heads" and config["model_type"] != "llama"):
+        if key in NEEDED or (key == "num_key_value_heads" and config["model_type"] not in ("llama", "phi3")):
             with refused("missing", key):
                 architecture_of(rest)
         else:
@@ -170,6 +177,11 @@ def test_unsupported_rope_is_accepted_for_weights_only() -> None:
     with refused("unsupported", "rope_type"):
         architecture_of(yarn)
     assert architecture_of(yarn, weights_only=True) == architecture_of(QWEN_7B)
+    scales = [1.0] * 48
+    long = PHI_4 | {"rope_scaling": {"type": "longrope", "short_factor": scales, "long_factor": scales}}
+    with refused("unsupported", "rope_type"):
+        architecture_of(long)
+    assert architecture_of(long, weights_only=True) == architecture_of(PHI_4)
     with refused("unsupported", "quantization_config"):
         architecture_of(yarn | {"quantization_config": {"bits": 4}}, weights_only=True)
 
@@ -257,7 +269,7 @@ def test_family_that_does_not_exist_is_refused_with_the_list(family: str) -> Non
         ("tensors: {a.b: {cut: whole, hf: {c: [hidden]}, tied: a.c}}", "unknown", "tensors.a.b.tied"),
         ("tensors: {a.b: {cut: whole, hf: {c: [width]}}}", "unknown", "tensors.a.b.hf.c"),
         ("tensors: {a.b: {cut: whole, hf: {c: hidden}}}", "unknown", "tensors.a.b.hf.c"),
-        ("tensors: {a.b: {cut: qkv, hf: {c: [hidden]}}}", "mismatch", "tensors.a.b.hf"),
+        ("tensors: {a.b: {cut: qkv, hf: {c: [hidden], d: [hidden]}}}", "mismatch", "tensors.a.b.hf"),
         ("tensors: {'a.{n}': {cut: whole, hf: {c: [hidden]}}}", "malformed", "tensors.a.{n}"),
         ("tensors: {'a.{layer}': {cut: whole, hf: {c: [hidden]}}}", "malformed", "tensors.a.{layer}.hf"),
         ("tensors: {'a.{layer}': {cut: whole, hf: {'c.{layer': [hidden]}}}", "malformed", "tensors.a.{layer}.hf"),

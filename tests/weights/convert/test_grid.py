@@ -64,6 +64,7 @@ KINDS = {
     "qwen2-tied": Kind("qwen2-tied"),
     "qwen3": Kind("qwen3"),
     "qwen3-moe": Kind("qwen3-moe"),
+    "phi3": Kind("phi3"),
     "critic": Kind("qwen3", critic=True),
     "bfloat16": Kind("llama-tied", dtype=Dtype.bfloat16),
     "experts-bfloat16": Kind("qwen3-moe", dtype=Dtype.bfloat16),
