@@ -190,7 +190,7 @@ def _layout(config: RunConfig) -> Iterator[Problem]:
         yield from _refused(lambda: adapter_rules(architecture, config.model.lora))
     for group, settings in megatron_groups(config).items():
         yield from parallel_problems(group, settings.parallel, len(ranks[group]), architecture)
-        yield from context_problems(config, group)
+        yield from context_problems(config, group, architecture)
     yield from _teacher(config, ranks, architecture)
     yield from engine_problems(config, len(ranks["rollout"]), architecture)
     picks = kl_topk_tokens(config.algorithm)

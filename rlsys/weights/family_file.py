@@ -8,7 +8,8 @@ A built-in family is `family/<model_type>.yaml`; `model.family` names a file of 
 - `defaults`: key of config.json -> the value that transformers assumes if the key is missing. Null counts as given.
 - `config`: field of `Architecture` -> source. A source is a key of config.json, a value, or a list of keys and values,
   of which the first one present counts. Keys of `rope_parameters` (formerly `rope_scaling`) count as keys of
-  config.json.
+  config.json; if it has an object for local layers, their `rope_theta` counts as `rope_local_base_freq`. The source of
+  `local_layers` is a list with the kind of each layer, or n if all but every n-th layer are local.
 - `only`: key of config.json -> its supported `values`; missing and null are always supported. `else` describes other
   values in the error message. `computes: true` marks a key that changes the computation but not the weights: conversion
   accepts any value of such a key.

@@ -46,7 +46,7 @@ class Cut(Enum):
 
 @dataclass(frozen=True, slots=True)
 class RopeScaling:
-    """Rotary position scaling of Llama 3.1 and later; `stage_model.inverse_frequencies` has the formula."""
+    """Rotary position scaling of Llama 3.1 and later; `layers.inverse_frequencies` has the formula."""
 
     factor: float
     low_freq_factor: float
@@ -72,18 +72,25 @@ class Architecture:
     norm_eps: float
     rope_theta: float
     max_positions: int
-    window: int | None = None  # Number of tokens to which a token attends, itself included; None: all before it.
+    window: int | None = (
+        None  # Number of tokens to which a token attends in local layers, itself included; None: no such.
+    )
+    local_layers: tuple[
+        int, ...
+    ] = ()  # Layers that attend within the window; in all others, a token attends to all before.
+    local_rope_theta: float | None = None  # Base of the rotary positions in local layers; None: `rope_theta`.
+    sglang_window: bool = False  # SGLang's model of this family has the window too.
     rotary_fraction: float = 1.0  # Share of a head's dimensions that carry rotary positions.
     rope: RopeScaling | None = None
     experts: int = 0  # Experts per layer; 0 for a dense model.
     experts_per_token: int = 0
     expert_ffn: int = 0  # Width of one expert's MLP.
     norm_topk: bool = False  # The router weights of a token's experts are normalised to a sum of 1.
-
-    @property
-    def max_tokens(self) -> int:
-        """Longest supported sequence. Within one window, attention is the same as without a window."""
-        return min(self.max_positions, self.window or self.max_positions)
+    query_scale: float | None = None  # Attention divides by the square root of this number; None: `head_dim`.
+    gelu: bool = False  # The MLP's activation is GELU in its tanh form, not SiLU.
+    norm_plus_one: bool = False  # Norms multiply by 1 + weight.
+    post_norms: bool = False  # What attention and MLP add to the residual stream is normalised.
+    scaled_embedding: bool = False  # Embeddings are multiplied by the square root of `hidden`.
 
     def padded_vocab(self, tp: int) -> int:
         """Return the number of rows of Megatron's embedding for TP size `tp`, padding included."""
@@ -92,7 +99,14 @@ class Architecture:
 
 
 _END = 1 << 62  # Exclusive limit on the numbers in a config.
-_KINDS: dict[Any, type] = {"int": int, "int | None": int, "float": float, "bool": bool}
+_KINDS: dict[Any, type] = {
+    "int": int,
+    "int | None": int,
+    "float": float,
+    "float | None": float,
+    "bool": bool,
+    "tuple[int, ...]": tuple,
+}
 _FIELDS = {field.name: _KINDS[field.type] for field in fields(Architecture) if field.type in _KINDS}
 """Fields that the `config` section may set -> their type."""
 _SIZES = ("hidden", "head_dim", "ffn", "experts", "expert_ffn", "vocab")
@@ -245,7 +259,8 @@ def architecture_of(config: Any, family: str | None = None, *, weights_only: boo
                 code="unsupported",
                 key=key,
             )
-    values = {name: _read(keys, source, _FIELDS[name]) for name, source in known.config.items()}
+    plain = {name: source for name, source in known.config.items() if _FIELDS[name] is not tuple}
+    values = {name: _read(keys, source, _FIELDS[name]) for name, source in plain.items()}
     values["head_dim"] = values["head_dim"] or values["hidden"] // values["heads"]
     if values["heads"] % values["kv_heads"] or not values["head_dim"]:
         heads = str(known.config["heads"])
@@ -255,6 +270,9 @@ def architecture_of(config: Any, family: str | None = None, *, weights_only: boo
             code="mismatch",
             key=heads,
         )
+    if values.get("window"):
+        values["local_layers"] = _local_layers(keys, known.config.get("local_layers"), values["layers"])
+        values["window"] = values["window"] if values["local_layers"] else None
     rope = None
     if keys["rope_type"] == "llama3":
         original = ["original_max_position_embeddings", "max_position_embeddings"]
@@ -288,8 +306,43 @@ def _rope(keys: Mapping[str, Any]) -> dict[str, Any]:
                     code="wrong_type",
                     key=name,
                 )
-            return {**found, "rope_type": found.get("rope_type", found.get("type"))}
+            # Some models have one object for global and one for local layers.
+            local = found.get("sliding_attention") or {}
+            found = (
+                {**(found.get("full_attention") or {})} if {"full_attention", "sliding_attention"} & {*found} else found
+            )
+            base = {"rope_local_base_freq": local["rope_theta"]} if "rope_theta" in local else {}
+            types = {"rope_type": found.get("rope_type", found.get("type")), "local_rope_type": local.get("rope_type")}
+            return {**found, **base, **types}
     return {"rope_type": None}
+
+
+def _local_layers(keys: Mapping[str, Any], source: Any, layers: int) -> tuple[int, ...]:
+    """Return the layers that attend within the window: those of a list that are sliding, or all but every n-th.
+
+    Without a source that is present, all layers are local. Raises UserError.
+    """
+    for name in source if isinstance(source, list) else [source]:
+        value = keys.get(name) if isinstance(name, str) else name
+        if value is None:
+            continue
+        if not isinstance(value, list):
+            every = _read(keys, name, int)
+            return tuple(layer for layer in range(layers) if (layer + 1) % every)
+        if unknown := [kind for kind in value if kind not in ("sliding_attention", "full_attention")]:
+            raise UserError(
+                f"{name} has {_written(unknown[0])}, which is not supported; only sliding_attention and full_attention are.",
+                code="unsupported",
+                key=str(name),
+            )
+        if len(value) != layers:
+            raise UserError(
+                f"{name} has {len(value)} values for {layers} layers: copy config.json from the original model.",
+                code="mismatch",
+                key=str(name),
+            )
+        return tuple(layer for layer, kind in enumerate(value) if kind == "sliding_attention")
+    return tuple(range(layers))
 
 
 def _written(value: Any) -> str:

@@ -15,7 +15,7 @@ import pytest
 from rlsys.cluster.planning.placement import parse_ranks
 from rlsys.config.bounds import out_of_range
 from rlsys.config.derived import needs_server
-from rlsys.config.schema import RunConfig, schema_groups, schema_keys
+from rlsys.config.schema import Layers, RunConfig, schema_groups, schema_keys
 from rlsys.errors import Code, UserError
 from rlsys.orchestrator.validate import find_problems, validate
 from tests.support.refusals import refused
@@ -206,9 +206,29 @@ def test_impossible_layout_of_a_mixture_of_experts_is_refused_by_its_key(
     assert f"actor.parallel.{key}" in keys_of(tiny_run(place, f"actor.parallel={parallel}"))
 
 
-def test_sequence_may_be_as_long_as_the_sliding_window(tiny_run: TinyRun, tmp_path: Path) -> None:
+def test_sequence_beyond_the_sliding_window_needs_an_engine_that_has_the_window(
+    tiny_run: TinyRun, tmp_path: Path
+) -> None:
     total = tiny_run().task.max_total_tokens
-    for window, fits in ((total, True), (total - 1, False), (None, True)):
-        shape = {**SHAPE, "model_type": "mistral", "sliding_window": window}
+    transformers = "rollout.engine={kind: transformers}"
+    for family, window, engine, fits in (
+        ("mistral", total, (), True),
+        ("mistral", total - 1, (), False),
+        ("mistral", total - 1, (transformers,), True),
+        ("mistral", None, (), True),
+        ("gemma3_text", total - 1, (), True),
+    ):
+        shape = {**SHAPE, "model_type": family, "sliding_window": window}
         (tmp_path / "model" / "config.json").write_text(json.dumps(shape))
-        assert ("task.max_total_tokens" not in keys_of(tiny_run())) == fits
+        assert ("task.max_total_tokens" not in keys_of(tiny_run(*engine))) == fits
+
+
+def test_layers_of_transformer_engine_attend_within_a_window_without_context_parallelism(
+    tiny_run: TinyRun, tmp_path: Path
+) -> None:
+    run = tiny_run(APART, "actor.parallel.cp=2", "actor.packing=packed", "actor.micro_batch_tokens=100000")
+    for window, layers, fits in ((500, "te", False), (500, "local", True), (run.task.max_total_tokens, "te", True)):
+        shape = {**SHAPE, "model_type": "gemma3_text", "sliding_window": window}
+        (tmp_path / "model" / "config.json").write_text(json.dumps(shape))
+        run.model.layers = Layers(layers)
+        assert ("actor.parallel.cp" not in keys_of(run)) == fits

@@ -16,8 +16,10 @@ from tests.trainer import reference
 def configs(layers: int = 3) -> dict[str, PretrainedConfig]:
     """Config of each family, with and without tied embeddings."""
     return {
+        "gemma3": reference.tiny_gemma3(layers),
         "llama": reference.tiny_llama3(layers),
         "llama-tied": reference.tiny_llama3(layers, tied=True),
+        "ministral": reference.tiny_ministral(layers),
         "mistral": reference.tiny_mistral(layers),
         "phi3": reference.tiny_phi3(layers),
         "qwen2": reference.tiny_config(layers, tied=False),

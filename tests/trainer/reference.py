@@ -10,8 +10,10 @@ import torch
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
+    Gemma3TextConfig,
     Glm4Config,
     LlamaConfig,
+    MinistralConfig,
     MistralConfig,
     Phi3Config,
     PretrainedConfig,
@@ -71,22 +73,47 @@ def tiny_mistral(layers: int = 3, tied: bool = False, window: int | None = None)
     return MistralConfig(**_sizes(layers, tied), head_dim=24, sliding_window=window)
 
 
+def tiny_ministral(layers: int = 3, tied: bool = False, window: int = 8) -> PretrainedConfig:
+    return MinistralConfig(**_sizes(layers, tied), head_dim=24, sliding_window=window, layer_types=_kinds(layers))
+
+
+def tiny_gemma3(layers: int = 3, tied: bool = True, window: int = 8) -> PretrainedConfig:
+    thetas = {"full_attention": 1234.0, "sliding_attention": 345.0}
+    rope = {kind: {"rope_type": "default", "rope_theta": theta} for kind, theta in thetas.items()}
+    return Gemma3TextConfig(
+        **{**_sizes(layers, tied), "rope_parameters": rope},
+        head_dim=24,
+        query_pre_attn_scalar=20,
+        sliding_window=window,
+        layer_types=_kinds(layers),
+        **_TOKENS,
+    )
+
+
+def _kinds(layers: int) -> list[str]:
+    return ["full_attention" if layer % 2 else "sliding_attention" for layer in range(layers)]
+
+
 def tiny_phi3(layers: int = 3, tied: bool = False, window: int | None = None) -> PretrainedConfig:
     """A Phi-4 with rotary positions on 12 of a head's 16 dimensions, as in Phi-4-mini."""
     rope = {"rope_type": "default", "rope_theta": 1234.0, "partial_rotary_factor": 0.75}
-    return Phi3Config(**{**_sizes(layers, tied), "rope_parameters": rope}, sliding_window=window, pad_token_id=None)
+    return Phi3Config(**{**_sizes(layers, tied), "rope_parameters": rope}, sliding_window=window, **_TOKENS)
 
 
 def tiny_glm4(layers: int = 3) -> PretrainedConfig:
-    """A GLM-4, whose family is not built in: `GLM4_FAMILY`. In transformers, a padding token's embedding is not trained."""
+    """A GLM-4, whose family is not built in: `GLM4_FAMILY`."""
     sizes = _sizes(layers, tied=False)
     rope = {"rope_type": "default", "rope_theta": 1234.0, "partial_rotary_factor": 0.5}
-    return Glm4Config(**{**sizes, "rope_parameters": rope}, head_dim=24, pad_token_id=None, eos_token_id=1)
+    return Glm4Config(**{**sizes, "rope_parameters": rope}, head_dim=24, **_TOKENS)
 
 
+_TOKENS = {"pad_token_id": None, "eos_token_id": 1}
+"""In transformers, a padding token's embedding is not trained."""
 GLM4_FAMILY = str(PROJECT / "examples/extend/family.yaml")
 TINY: dict[str, Callable[..., PretrainedConfig]] = {
+    "gemma3_text": tiny_gemma3,
     "llama": tiny_llama3,
+    "ministral": tiny_ministral,
     "mistral": tiny_mistral,
     "phi3": tiny_phi3,
     "qwen2": tiny_config,

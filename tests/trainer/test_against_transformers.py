@@ -33,15 +33,18 @@ OPTIMIZER = AdamwConfig(
 
 
 LAYOUTS = [
-    pytest.param(Layout(pp=2, pp_layers=(1, 2), recompute=True), "qwen2", id="pp2-uneven-tied-recomputed"),
+    pytest.param(Layout(pp=2, pp_layers=(1, 2), recompute=True), "gemma3_text", id="pp2-uneven-tied-recomputed"),
     pytest.param(Layout(tp=2, ep=2, sequence_parallel=True, tied=False), "qwen3_moe", id="moe-tp2-ep2-sp"),
 ]
+TP2_PP2 = Layout(tp=2, pp=2, pp_layers=(1, 2), sequence_parallel=True, tied=False)
 MORE_LAYOUTS = {
+    **{f"{family}-tp2-pp2": (TP2_PP2, family) for family in ("gemma3_text", "ministral", "phi3")},
+    "gemma3_text-tp2-cp2": (Layout(tp=2, cp=2, sequence_parallel=True), "gemma3_text"),
+    "qwen2-pp2-uneven-recomputed": (Layout(pp=2, pp_layers=(1, 2), recompute=True), "qwen2"),
     # The TP ranks outnumber the two key-value heads.
     "tp4": (Layout(tp=4, tied=False), "qwen3"),
     "pp3-dp2": (Layout(pp=3, dp=2, tied=False), "llama"),
     "tp2-dp2-sp": (Layout(tp=2, dp=2, sequence_parallel=True, tied=False), "mistral"),
-    "phi3-tp2-pp2": (Layout(tp=2, pp=2, pp_layers=(1, 2), sequence_parallel=True, tied=False), "phi3"),
     "cp4-not-distributed": (Layout(cp=4, distributed=False), "qwen2"),
     "tp2-cp2-pp2": (Layout(tp=2, cp=2, pp=2, pp_layers=(1, 2), sequence_parallel=True, recompute=True), "qwen2"),
     "moe-pp2-dp2-ep2": (Layout(pp=2, dp=2, ep=2, pp_layers=(1, 2), tied=False, recompute=True), "qwen3_moe"),

@@ -22,12 +22,16 @@ from tests.trainer.harness import local_model
 
 WIDTH = 120
 FAMILIES: dict[str, PretrainedConfig] = {
+    "gemma3": reference.tiny_gemma3(window=50),
+    "gemma3, separate output layer": reference.tiny_gemma3(tied=False),
     "llama": reference.tiny_llama3(),
     "llama, tied": reference.tiny_llama3(tied=True),
     "mistral": reference.tiny_mistral(),
     "mistral, as long as its window": reference.tiny_mistral(window=WIDTH),
+    "mistral, beyond its window": reference.tiny_mistral(window=WIDTH - 1),
+    "ministral": reference.tiny_ministral(),
     "phi3": reference.tiny_phi3(),
-    "phi3, tied": reference.tiny_phi3(tied=True),
+    "phi3 with a window, tied": reference.tiny_phi3(tied=True, window=40),
     "qwen2": reference.tiny_config(tied=False),
     "qwen2, tied": reference.tiny_config(),
     "qwen3": reference.tiny_qwen3(),

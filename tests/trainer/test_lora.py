@@ -33,6 +33,8 @@ MORE_LAYOUTS = {
     # The TP ranks outnumber the two key-value heads.
     "tp4": (Layout(tp=4, tied=False, distributed=False), LORA, "qwen3"),
     "tp2-pp2-cp2-sp": (Layout(tp=2, pp=2, cp=2, pp_layers=(2, 1), sequence_parallel=True), SOME, "qwen2"),
+    # Norms follow the outputs to which adapters add.
+    "gemma3_text-tp2-pp2": (Layout(tp=2, pp=2, pp_layers=(2, 1), sequence_parallel=True), LORA, "gemma3_text"),
     "moe-tp2-ep2-sp": (Layout(tp=2, ep=2, sequence_parallel=True, tied=False), ATTENTION, "qwen3_moe"),
 }
 

@@ -13,7 +13,14 @@ import torch
 from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 from torch.utils._python_dispatch import _disable_current_modes
-from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen2Config, Qwen3MoeConfig
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma3TextConfig,
+    LlamaConfig,
+    PretrainedConfig,
+    Qwen2Config,
+    Qwen3MoeConfig,
+)
 
 from rlsys.cluster.planning.memory import GroupMemory, MicroBatchLoad, StageRank, stage_memory
 from rlsys.config import schema
@@ -54,6 +61,14 @@ EXPERTS = {
 SHAPES: dict[str, partial[PretrainedConfig]] = {
     "dense": partial(Qwen2Config, **SIZES),
     "llama": partial(LlamaConfig, **SIZES),
+    "gemma3": partial(
+        Gemma3TextConfig,
+        **SIZES,
+        head_dim=32,
+        sliding_window=128,
+        layer_types=["full_attention", *["sliding_attention"] * 3],
+        pad_token_id=None,
+    ),
     "moe": partial(Qwen3MoeConfig, **SIZES, **EXPERTS),
 }
 
@@ -139,6 +154,9 @@ GRID = [
     *(Case(replace(layout, tied=False), "moe") for layout in LAYOUTS[::3]),
     Case(Layout(tp=2, ep=2, sequence_parallel=True, tied=False), "moe"),
     Case(Layout(dp=2, ep=2, recompute=True, tied=False), "moe", dtype=schema.Dtype.bfloat16),
+    Case(shape="gemma3"),
+    Case(Layout(tp=2, sequence_parallel=True, recompute=True), "gemma3", dtype=schema.Dtype.bfloat16),
+    Case(shape="gemma3", packed=False, targets=0.02, group="inference"),
     Case(Layout(tp=2, sequence_parallel=True), group="inference", packed=False),
     Case(Layout(tied=False), "moe", "inference", dtype=schema.Dtype.bfloat16),
     Case(Layout(pp=2), packed=False, micro_batches=3),

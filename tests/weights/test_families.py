@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from contextlib import nullcontext
 from math import prod
 from pathlib import Path
@@ -57,7 +58,17 @@ PHI_4 = json.loads("""{"model_type": "phi3", "attention_bias": false, "embd_pdro
     "num_hidden_layers": 40, "num_key_value_heads": 10, "original_max_position_embeddings": 16384, "pad_token_id": 100349,
     "rms_norm_eps": 1e-05, "rope_scaling": null, "rope_theta": 250000, "sliding_window": null,
     "tie_word_embeddings": false, "vocab_size": 100352}""")
+GEMMA3_1B = json.loads("""{"model_type": "gemma3_text", "attention_bias": false, "attn_logit_softcapping": null,
+    "final_logit_softcapping": null, "head_dim": 256, "hidden_activation": "gelu_pytorch_tanh", "hidden_size": 1152,
+    "intermediate_size": 6912, "max_position_embeddings": 32768, "num_attention_heads": 4, "num_hidden_layers": 26,
+    "num_key_value_heads": 1, "query_pre_attn_scalar": 256, "rms_norm_eps": 1e-06, "rope_local_base_freq": 10000,
+    "rope_scaling": null, "rope_theta": 1000000, "sliding_window": 512, "sliding_window_pattern": 6,
+    "vocab_size": 262144}""")
+MINISTRAL_8B = MISTRAL_7B | json.loads("""{"head_dim": 128, "intermediate_size": 12288, "num_hidden_layers": 36,
+    "rope_theta": 100000000.0, "sliding_window": 32768, "vocab_size": 131072}""")
 PUBLISHED = {
+    "Gemma-3-1B": (GEMMA3_1B, 999_885_952),
+    "Ministral-8B": (MINISTRAL_8B, 8_019_808_256),
     "Mistral-7B-v0.3": (MISTRAL_7B, 7_248_023_552),
     "Mistral-7B-v0.1": (MISTRAL_7B | {"sliding_window": 4096, "vocab_size": 32000}, 7_241_732_096),
     "Phi-4": (PHI_4, 14_659_507_200),
@@ -67,6 +78,8 @@ PUBLISHED = {
     "Qwen3-30B-A3B": (QWEN3_30B_A3B, 30_532_122_624),
 }
 """Model -> (its published config.json, its number of parameters)."""
+WINDOWED = ("gemma3_text", "ministral", "mistral", "phi3")
+"""Families whose models may have a sliding window."""
 NEEDED = {
     *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
     *("max_position_embeddings", "num_experts", "num_experts_per_tok", "moe_intermediate_size"),
@@ -77,6 +90,10 @@ NEEDED = {
 def of_transformers(config: PretrainedConfig) -> dict[str, Any]:
     """Return the sizes and options of the model that transformers builds, keyed by the field names of `Architecture`."""
     rope = config.rope_parameters
+    local = rope.get("sliding_attention", {})
+    rope = rope.get("full_attention", rope)
+    window = config.sliding_window if config.model_type in WINDOWED else None
+    kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * config.num_hidden_layers
     moe = config.model_type == "qwen3_moe"
     return {
         "layers": config.num_hidden_layers,
@@ -91,7 +108,10 @@ def of_transformers(config: PretrainedConfig) -> dict[str, Any]:
         "rope_theta": rope["rope_theta"],
         "max_positions": config.max_position_embeddings,
         "rotary_fraction": rope.get("partial_rotary_factor", 1.0),
-        "window": config.sliding_window if config.model_type in ("mistral", "phi3") else None,
+        "window": window,
+        "local_layers": tuple(n for n, kind in enumerate(kinds) if window and kind == "sliding_attention"),
+        "local_rope_theta": local.get("rope_theta"),
+        "query_scale": getattr(config, "query_pre_attn_scalar", None),
         "rope": RopeScaling(8.0, 1.0, 4.0, 8192) if rope["rope_type"] == "llama3" else None,
         "experts": config.num_experts if moe else 0,
         "experts_per_token": config.num_experts_per_tok if moe else 0,
@@ -155,6 +175,20 @@ def test_weight_map_lists_the_tensors_that_transformers_writes(family: str, crit
         (LLAMA_8B, {"attention_bias": True}, "unsupported", "attention_bias"),
         (QWEN3_30B_A3B, {"mlp_only_layers": [0, 1]}, "unsupported", "mlp_only_layers"),
         (QWEN3_30B_A3B, {"shared_expert_intermediate_size": 8}, "unsupported", "shared_expert_intermediate_size"),
+        (GEMMA3_1B, {"hidden_activation": "silu"}, "unsupported", "hidden_activation"),
+        (GEMMA3_1B, {"final_logit_softcapping": 30.0}, "unsupported", "final_logit_softcapping"),
+        (GEMMA3_1B, {"attn_logit_softcapping": 50.0}, "unsupported", "attn_logit_softcapping"),
+        (GEMMA3_1B, {"use_bidirectional_attention": True}, "unsupported", "use_bidirectional_attention"),
+        (GEMMA3_1B, {"rope_scaling": {"rope_type": "linear", "factor": 8.0}}, "unsupported", "rope_type"),
+        (
+            GEMMA3_1B,
+            {"rope_parameters": {"sliding_attention": {"rope_type": "yarn"}}},
+            "unsupported",
+            "local_rope_type",
+        ),
+        (GEMMA3_1B, {"sliding_window_pattern": 0}, "out_of_range", "sliding_window_pattern"),
+        (GEMMA3_1B, {"layer_types": ["linear_attention"] * 26}, "unsupported", "layer_types"),
+        (GEMMA3_1B, {"layer_types": ["full_attention"]}, "mismatch", "layer_types"),
         (QWEN_7B, {"num_hidden_layers": True}, "wrong_type", "num_hidden_layers"),
         (QWEN_7B, {"rope_parameters": [1]}, "wrong_type", "rope_parameters"),
         (QWEN_7B, {"num_hidden_layers": 0}, "out_of_range", "num_hidden_layers"),
@@ -204,11 +238,25 @@ def test_refused_config_file_is_named(tmp_path: Path, content: str | None, code:
     assert str(tmp_path) in str(caught.value)
 
 
-@pytest.mark.parametrize(("change", "longest"), [({}, 32768), ({"sliding_window": 4096}, 4096), (None, 4096)])
-def test_sequences_may_be_as_long_as_the_sliding_window(change: dict[str, Any] | None, longest: int) -> None:
-    """Without the key, transformers assumes a window; null means none."""
-    rest = {key: value for key, value in MISTRAL_7B.items() if key != "sliding_window"}
-    assert architecture_of(rest if change is None else MISTRAL_7B | change).max_tokens == longest
+KINDS = ["full_attention", *["sliding_attention"] * 30, "full_attention"]
+
+
+@pytest.mark.parametrize(
+    ("change", "local"),
+    [
+        ({}, ()),
+        ({"sliding_window": 4096}, range(32)),
+        ({"sliding_window": 4096, "layer_types": KINDS}, range(32)),
+        ({"model_type": "ministral", "sliding_window": 4096}, range(32)),
+        ({"model_type": "ministral", "sliding_window": 4096, "layer_types": KINDS}, range(1, 31)),
+        ({"model_type": "ministral", "sliding_window": 4096, "layer_types": ["full_attention"] * 32}, ()),
+    ],
+)
+def test_layers_with_a_window_are_those_of_transformers(change: dict[str, Any], local: Sequence[int]) -> None:
+    """A Mistral ignores the kinds of its layers."""
+    found = architecture_of(MISTRAL_7B | change)
+    assert found.local_layers == tuple(local)
+    assert found.window == (4096 if local else None)
 
 
 def own_family(folder: Path, text: str) -> str:

@@ -2,30 +2,55 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import AutoModelForCausalLM, Qwen3Config
+from transformers import AutoModelForCausalLM, Gemma3TextConfig, PretrainedConfig, Qwen3Config
 
 from rlsys.weights.flops import flops_of
 from rlsys.weights.weight_map import architecture_of
 
+SIZES = {
+    "vocab_size": 70,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 20,
+    "attn_implementation": "eager",
+}
+KINDS = ["sliding_attention", "sliding_attention", "full_attention"]
 
-def test_cost_of_a_sequence_is_that_of_a_forward_pass_of_transformers() -> None:
-    config = Qwen3Config(
-        vocab_size=70,
-        hidden_size=48,
-        intermediate_size=80,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=20,
-        attn_implementation="eager",
-    )
+
+@pytest.mark.parametrize(
+    ("config", "rotary_tables"),
+    [(Qwen3Config(**SIZES), 1), (Gemma3TextConfig(**SIZES, layer_types=KINDS, pad_token_id=None), 2)],
+    ids=["qwen3", "gemma3"],
+)
+def test_cost_of_a_sequence_is_that_of_a_forward_pass_of_transformers(
+    config: PretrainedConfig, rotary_tables: int
+) -> None:
+    """A sequence as long as the window has the same cost with and without it."""
     model, flops = AutoModelForCausalLM.from_config(config), flops_of(architecture_of(config))
     for tokens in (1, 64):
         with torch.no_grad(), FlopCounterMode(display=False) as counter:
             model(torch.zeros(1, tokens, dtype=torch.long))
-        # Leave out the rotary table, an outer product of positions and frequencies that is computed once per model.
-        counted = sum(counter.get_flop_counts()["Global"].values()) - 2 * tokens * config.head_dim // 2
+        # Leave out the rotary tables, outer products of positions and frequencies that are computed once per model.
+        tables = rotary_tables * 2 * tokens * config.head_dim // 2
+        counted = sum(counter.get_flop_counts()["Global"].values()) - tables
         # Eager attention also computes the half above the diagonal, which it then masks.
-        assert flops.of(tokens, targets=tokens) + flops.per_square * tokens**2 == counted
+        squares = flops.per_square + flops.per_local_square
+        assert flops.of(tokens, targets=tokens) + squares * tokens**2 == counted
+
+
+@pytest.mark.parametrize("tokens", [1, 15, 16, 17, 200])
+def test_cost_of_attention_is_that_of_the_pairs_of_tokens_that_see_each_other(tokens: int) -> None:
+    flops = flops_of(architecture_of(Gemma3TextConfig(**SIZES, layer_types=KINDS, sliding_window=16)))
+    position = torch.arange(tokens)
+    distance = position[:, None] - position
+    seen, near = ((distance >= 0) & (distance < limit) for limit in (tokens, 16))
+    # A token counts as half a pair with itself; one pair is 2 operations for its score and 2 for its value.
+    pairs = int(seen.sum()) - tokens / 2 + 2 * (int(near.sum()) - min(tokens, 16) / 2)
+    attention = flops.of(tokens, 0) - flops.of(0, 0) - flops.per_token * tokens
+    assert attention == 4 * 4 * 20 * pairs

@@ -173,7 +173,7 @@ def _check_logits(first: StoredModel, second: StoredModel) -> LogitsCheck:
 def prompts(side: StoredModel) -> np.ndarray[Any, np.dtype[np.int64]]:
     """Return random tokens [prompts, length] of the vocabulary, including its first and last token."""
     vocab = side.architecture.vocab
-    length = min(LENGTH, side.architecture.max_tokens)
+    length = min(LENGTH, side.architecture.max_positions)
     tokens = np.random.default_rng(0).integers(0, vocab, size=(PROMPTS, length))
     tokens[0, :2] = 0, vocab - 1
     return tokens

@@ -7,7 +7,7 @@ the shares that programs reach (`reached.yaml`). docs/planning.md has every form
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -201,6 +201,8 @@ class HardwareCosts:
             cache_s=kv_token_bytes(config, model) / bandwidth,
             prefill_s=step.flops.per_token / operations + exchange,
             pair_s=2 * step.flops.per_square / operations,
+            local_pair_s=2 * step.flops.per_local_square / operations,
+            window=step.flops.window,
             cache_tokens=kv_cache_tokens(config, model),
             max_running=config.rollout.engine.max_running,
         )
@@ -229,7 +231,7 @@ class HardwareCosts:
         devices = parallel.tp * parallel.cp
         flops = self._step.flops
         return CallCosts(
-            flops=Flops(flops.per_token, 0.0, flops.per_square) if group == CRITIC else flops,
+            flops=replace(flops, per_target=0.0) if group == CRITIC else flops,
             passes=passes,
             rate=devices * self._speed.flops * compute * self._experts,
             half_tokens=self._reached.half_tokens * devices,

@@ -50,11 +50,14 @@ class EngineCosts:
     prefill_s: float
     """Prefill of a token."""
     pair_s: float
-    """Attention of one new token to one token before it, in prefill."""
+    """Attention of one new token to one token before it, in prefill: in the layers that attend to all tokens."""
     cache_tokens: float
     """Capacity of the KV cache."""
     max_running: int
     """Most requests of a batch."""
+    local_pair_s: float = 0.0
+    """The same as `pair_s` in the layers that attend within `window` tokens."""
+    window: int = 0
 
     def decode_s(self, requests: int, cached: float) -> tuple[float, float]:
         """Return the seconds of a decode step now, and by how much each further step is longer."""
@@ -64,7 +67,8 @@ class EngineCosts:
 
     def fill_s(self, new: float, context: float) -> float:
         """Return the seconds in which `new` tokens after `context` others are prefilled."""
-        return self.prefill_s * new + self.pair_s * new * (context + new / 2)
+        before = context + new / 2
+        return new * (self.prefill_s + self.pair_s * before + self.local_pair_s * min(before, self.window))
 
 
 def _ignore(_: Request) -> None:

@@ -143,7 +143,8 @@ class StageRank:
         self.last = stage == parallel.pp - 1
         placed = parse_placement(config.cluster.placement, has_critic(config.algorithm))[group]
         self.stage_size = len(placed) // parallel.pp  # Ranks of a pipeline stage.
-        self.layers = len(stage_layers(model.layers, parallel.pp, parallel.pp_layers)[stage])
+        held = stage_layers(model.layers, parallel.pp, parallel.pp_layers)[stage]
+        self.layers, self.local = len(held), sum(layer in held for layer in model.local_layers)
         self.columns = model.padded_vocab(tp) // tp  # Vocabulary entries of this TP rank, padding included.
         # One matrix is both embedding and head; with several stages, the last stage has a copy.
         self.tied_here = model.tied and parallel.pp == 1 and not self.is_critic
@@ -170,8 +171,9 @@ class StageRank:
         # Kernels that affect memory.
         on_gpu, fusions = config.cluster.device is Device.gpu, config.model.fusions
         self.engine = chosen_layers(config) is Layers.te  # Transformer Engine's layers.
-        self.fused_norm = on_gpu  # Fused RMSNorm, which keeps only its input; torch has none for a CPU.
-        self.fused_swiglu = on_gpu and fusions  # Fused SwiGLU, which keeps only its input.
+        # Fused RMSNorm, which keeps only its input; torch has none for a CPU. Local layers add 1 to a weight in float32.
+        self.fused_norm = on_gpu and (self.engine or not model.norm_plus_one)
+        self.fused_swiglu = on_gpu and fusions and not model.gelu  # Fused SwiGLU, which keeps only its input.
         self.fused_rope = self.engine and fusions  # Fused rotary positions, which keep no tables.
         # Attention needs a mask if a chunk's queries see earlier keys; torch fuses that case on GPUs only.
         self.masks = not on_gpu
@@ -502,9 +504,10 @@ def kv_cache_tokens(config: RunConfig, model: Architecture) -> float:
 
 
 def _layer_steps(rank: StageRank) -> list[LayerStep]:
-    """Return the steps of one layer: norm, attention, norm, and MLP or experts."""
+    """Return the steps of one layer: norm, attention, norm, and MLP or experts; norms of the latter's outputs, if any."""
     mlp = (_experts if rank.model.experts else _mlp)(rank)
-    return [*_adapters(rank), _norm(rank), *_attention(rank), _norm(rank), *mlp]
+    after = [_norm(rank, output=False)] if rank.model.post_norms else []
+    return [*_adapters(rank), _norm(rank), *_attention(rank), *after, _norm(rank), *mlp, *after]
 
 
 def _adapters(rank: StageRank) -> Iterator[LayerStep]:
@@ -521,22 +524,23 @@ def _adapters(rank: StageRank) -> Iterator[LayerStep]:
         yield LayerStep(rank.tokens * seen * rank.item + spread, spread + out, 3 * out)
 
 
-def _norm(rank: StageRank) -> LayerStep:
+def _norm(rank: StageRank, output: bool = True) -> LayerStep:
     """Return the step of an RMSNorm of the residual stream. Counts the input, which the norm keeps, and the output,
-    which the next layer keeps.
+    which the next layer keeps; not the `output` of a norm that is added to the residual stream.
 
     Transformer Engine's `_LayerNormLinear` saves input, output (with sequence parallelism the rank's own share) and
     1/rms, the same tensors as its RMSNorm and the following layer. torch's `rms_norm` is a fused kernel on GPUs only
     (`_fused_rms_norm`).
     """
     stream = rank.stream
+    out = stream if output else 0
     if rank.fused_norm:
         # Backward: gradients of the output, the input, and the residual connection around the norm.
-        return LayerStep(2 * stream + 4 * rank.normed, 3 * stream, stream)
+        return LayerStep(stream + out + 4 * rank.normed, 3 * stream, stream)
     # Float32 input and its product with 1/rms, and the output. Backward: four gradient terms and the residual's gradient.
     float32 = 4 * rank.normed * rank.model.hidden
     product = rank.weight_gradient(float32)  # Kept for the gradient of the norm's weight alone.
-    return LayerStep(float32 + product + stream, 4 * float32 + stream, 2 * float32)
+    return LayerStep(float32 + product + out, 4 * float32 + stream, 2 * float32)
 
 
 def _column(rank: StageRank, width: int) -> float:
@@ -590,7 +594,8 @@ def _attend(rank: StageRank, query: int, key: int) -> list[LayerStep]:
     are in bytes.
 
     Rotated queries and keys are new tensors. Values are a view of the QKV projection's output and keep all of it alive.
-    Packed sequences are attended one by one, and their outputs concatenated.
+    Packed sequences are attended one by one, and their outputs concatenated; so are the blocks of a local layer, which
+    also keep the masks of a sequence's first block, of those in between, and of its last one.
     """
     mixed, sums = query + 2 * key, 4 * rank.tokens * rank.heads
     joined = query if rank.packed else 0
@@ -600,7 +605,12 @@ def _attend(rank: StageRank, query: int, key: int) -> list[LayerStep]:
     # Gradients of the output and of the inputs; if packed, the inputs' gradients exist both per sequence and
     # concatenated.
     gradients = query + (2 if joined else 1) * mixed + rank.stream
-    return [LayerStep(mixed + query + key + query + sums, gradients, mixed + 3 * query + key), project]
+    masks = 0.0
+    window = rank.model.window or rank.longest
+    if rank.longest > window:
+        per_sequence = window * (window + 2 * window + rank.longest % window)
+        masks = rank.local / rank.layers * rank.tokens / rank.longest * per_sequence * rank.item
+    return [LayerStep(mixed + query + key + query + sums + masks, gradients, mixed + 3 * query + key + masks), project]
 
 
 def _attend_gathered(rank: StageRank, query: int, key: int) -> LayerStep:

@@ -27,9 +27,9 @@ from itertools import combinations, groupby
 from math import floor
 from typing import Any
 
-from rlsys.config.derived import megatron_groups, needs_server, scores_with_policy
+from rlsys.config.derived import chosen_layers, megatron_groups, needs_server, scores_with_policy
 from rlsys.config.problems import Problem
-from rlsys.config.schema import Device, Mode, Packing, ParallelConfig, RunConfig, SglangConfig, SyncMode
+from rlsys.config.schema import Device, Layers, Mode, Packing, ParallelConfig, RunConfig, SglangConfig, SyncMode
 from rlsys.errors import UserError
 from rlsys.rollout.kinds import capability_problems, engine_class
 from rlsys.weights.weight_map import Architecture
@@ -303,8 +303,10 @@ def parallel_problems(group: str, parallel: ParallelConfig, world: int, model: A
         )
 
 
-def context_problems(config: RunConfig, group: str) -> Iterator[Problem]:
-    """Yield problems of context parallelism: it needs packed rows that hold a whole episode."""
+def context_problems(config: RunConfig, group: str, model: Architecture) -> Iterator[Problem]:
+    """Yield problems of context parallelism: it needs packed rows that hold a whole episode, and attention to all tokens
+    in Transformer Engine's layers.
+    """
     settings = megatron_groups(config)[group]
     cp, tp = settings.parallel.cp, settings.parallel.tp
     if cp == 1:
@@ -313,6 +315,12 @@ def context_problems(config: RunConfig, group: str) -> Iterator[Problem]:
         yield Problem(
             f"{group}.packing",
             f"{group}.parallel.cp={cp} needs packed sequences, but {group}.packing is padded: set it to packed.",
+        )
+    within = model.window or config.task.max_total_tokens
+    if within < config.task.max_total_tokens and chosen_layers(config) is Layers.te:
+        yield Problem.of(
+            f"{group}.parallel.cp={cp} spreads sequences, and Transformer Engine's layers cannot attend within the model's "
+            f"window of {within} tokens then: set it to 1, or use model.layers=local."
         )
     multiple = 2 * cp * (tp if settings.parallel.sequence_parallel else 1)
     needed = -(-config.task.max_total_tokens // multiple) * multiple
@@ -348,16 +356,15 @@ def engine_problems(config: RunConfig, world: int, model: Architecture) -> Itera
             f"rollout.engine.tp={tp} does not divide the model's {model.heads} attention heads: choose a divisor."
         )
     yield from capability_problems(config)
-    if config.task.max_total_tokens > model.max_tokens:
-        limit = (
-            "positions"
-            if model.max_tokens == model.max_positions
-            else "tokens of sliding window, beyond which rlsys does not train"
-        )
-        yield Problem.of(
-            f"task.max_total_tokens={config.task.max_total_tokens} is above the model's {model.max_tokens} {limit}: lower it."
-        )
     engine = config.rollout.engine
+    # SGLang's model of a family may attend to all tokens, so its tokens would be those of another policy.
+    limited = isinstance(engine, SglangConfig) and not model.sglang_window
+    most = min(model.max_positions, model.window or model.max_positions) if limited else model.max_positions
+    if config.task.max_total_tokens > most:
+        limit = "positions" if most == model.max_positions else "tokens of sliding window, which SGLang does not apply"
+        yield Problem.of(
+            f"task.max_total_tokens={config.task.max_total_tokens} is above the model's {most} {limit}: lower it."
+        )
     room = engine.kv_cache_tokens if isinstance(engine, SglangConfig) else None
     if room is not None and room < config.task.max_total_tokens:
         yield Problem.of(

@@ -115,7 +115,7 @@ def training_choices(config: RunConfig, model: Architecture, count: int) -> Iter
             actor=replace(config.actor, parallel=parallel),
             critic=replace(config.critic, parallel=parallel),
         )
-        if not any(context_problems(one, "actor")):
+        if not any(context_problems(one, "actor", model)):
             yield one
 
 
@@ -124,7 +124,7 @@ def inference_choices(config: RunConfig, model: Architecture, first: int, count:
     for parallel in _parallel_sizes(model, count):
         one = _placed(config, "inference", first, count)
         one = replace(one, inference=replace(config.inference, parallel=parallel))
-        if not any(context_problems(one, "inference")):
+        if not any(context_problems(one, "inference", model)):
             yield one
 
 

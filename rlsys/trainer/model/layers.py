@@ -1,7 +1,7 @@
 """Configures a model's layers: Transformer Engine's layers ("te"), or Megatron's own ("local") with two replacements.
 
 The replacements are `RMSNorm`, which allows sequence parallelism, and `CausalAttention`, which holds no [seq, seq]
-matrix. Weights and checkpoints of the two kinds of layers are interchangeable. Both kinds route a mixture of experts
+matrix. `complete` adds what Megatron's config cannot say. Weights and checkpoints of the two kinds of layers are interchangeable. Both kinds route a mixture of experts
 like transformers and SGLang.
 
 Fused kernels depend on `model.fusions` and on the machine. A CPU gets no fused kernels and keeps Megatron's defaults.
@@ -20,14 +20,18 @@ LayerNorm.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from copy import copy
+from math import pi
 from typing import Any
 
 import numpy as np
 import torch
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
     get_gpt_layer_with_transformer_engine_spec,
 )
+from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
@@ -37,17 +41,18 @@ from megatron.core.transformer.moe.router import Router
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn.attention.bias import causal_lower_right
-from torch.nn.functional import linear, scaled_dot_product_attention, silu
+from torch.nn.functional import gelu, linear, rms_norm, scaled_dot_product_attention, silu
 
 from rlsys.config.custom import OwnComponent, described
 from rlsys.config.schema import Dtype, Layers, ModelConfig, ParallelConfig
 from rlsys.errors import UserError
 from rlsys.observe.environment import Capabilities
 from rlsys.trainer.batches import columns_of
-from rlsys.weights.weight_map import Architecture, stage_layers
+from rlsys.weights.weight_map import Architecture, rotary_dims, stage_layers
 
 FP8_RECIPE: dict[str, Any] = {
     "fp8": "hybrid",
@@ -143,10 +148,13 @@ def transformer_config(
         normalization="RMSNorm",
         layernorm_epsilon=architecture.norm_eps,
         qk_layernorm=architecture.qk_norm,
+        layernorm_zero_centered_gamma=architecture.norm_plus_one,
         gated_linear_unit=True,
-        activation_func=silu,
+        activation_func=_gelu if architecture.gelu else silu,
         add_bias_linear=False,
         add_qkv_bias=architecture.qkv_bias,
+        softmax_scale=architecture.query_scale and architecture.query_scale**-0.5,
+        **_window_config(architecture),
         hidden_dropout=0.0,
         attention_dropout=0.0,
         params_dtype=dtype,
@@ -167,8 +175,20 @@ def transformer_config(
         # The learner divides the gradient itself, once; see `Learner`.
         calculate_per_token_loss=True,
         **(_FULL_RECOMPUTE if model.recompute else {}),
-        **kernels,
+        # Megatron fuses no GELU in its tanh form.
+        **{**kernels, **({"bias_activation_fusion": False} if architecture.gelu else {})},
     )
+
+
+def _gelu(inputs: Tensor) -> Tensor:
+    return gelu(inputs, approximate="tanh")
+
+
+def _window_config(architecture: Architecture) -> dict[str, Any]:
+    if architecture.window is None:
+        return {}
+    local = [int(layer in architecture.local_layers) for layer in range(architecture.layers)]
+    return {"window_size": (architecture.window - 1, 0), "window_attn_skip_freq": local}
 
 
 def _check_tp(architecture: Architecture, parallel: ParallelConfig) -> None:
@@ -286,12 +306,89 @@ class ExpertRouter(Router):
         return self.routing(linear(input.flatten(0, 1), self.weight))
 
 
+def complete(module: GPTModel, architecture: Architecture) -> None:
+    """Add what Megatron's config cannot say: the scale of embeddings, norms after attention and MLP, and the rotary
+    positions of local layers.
+    """
+    if architecture.scaled_embedding and module.pre_process:
+        module.embedding.register_forward_hook(lambda *call: call[-1] * _rounded(architecture.hidden**0.5, call[-1]))
+    for layer in module.decoder.layers:
+        if architecture.post_norms:
+            for last in (layer.self_attention.linear_proj, layer.mlp.linear_fc2):
+                last.post_layernorm = RMSNorm(module.config, architecture.hidden, module.config.layernorm_epsilon)
+                last.register_forward_hook(_normalised)
+        if architecture.local_rope_theta is not None and layer.layer_number - 1 in architecture.local_layers:
+            layer.self_attention.register_forward_pre_hook(
+                _LocalPositions(module.rotary_pos_emb, architecture), with_kwargs=True
+            )
+
+
+def _rounded(number: float, like: Tensor) -> float:
+    """Return `number` in the precision of `like`, as transformers rounds it."""
+    return float(torch.tensor(number, dtype=like.dtype))
+
+
+def _normalised(layer: Any, _: Any, outputs: tuple[Tensor, Tensor | None]) -> Any:
+    return (layer.post_layernorm(outputs[0]), *outputs[1:])
+
+
+class _LocalPositions:
+    """Hook of an attention layer that gives it the rotary positions of local layers."""
+
+    def __init__(self, positions: RotaryEmbedding, architecture: Architecture) -> None:
+        assert architecture.local_rope_theta is not None
+        self._positions = copy(positions)
+        self._positions.inv_freq = base_frequencies(architecture, architecture.local_rope_theta)
+
+    def __call__(self, _: Any, inputs: Any, named: dict[str, Any]) -> Any:
+        # Packed rows, which context parallelism requires, get the table of all positions.
+        return inputs, {**named, "rotary_pos_emb": self._positions(len(named["rotary_pos_emb"]), packed_seq=True)}
+
+
+def inverse_frequencies(architecture: Architecture) -> Tensor:
+    """Return the rotary frequencies in radians per position, [d / 2] float32 on the CPU, d as in `rotary_dims`.
+
+    Without scaling, they are `base_frequencies`. With scaling, as in `apply_scaling` of Meta's Llama 3.1
+    (github.com/meta-llama/llama-models, models/llama3), let n_i = original_max_positions f_i / (2 pi) be the turns within
+    the original context:
+
+        s_i = clamp((n_i - low) / (high - low), 0, 1);   f'_i = (1 - s_i) f_i / factor + s_i f_i.
+
+    Fast pairs keep their frequency, slow pairs are divided by `factor`, and pairs in between are interpolated.
+    """
+    frequencies = base_frequencies(architecture, architecture.rope_theta)
+    scaling = architecture.rope
+    if scaling is None:
+        return frequencies
+    low, high = scaling.low_freq_factor, scaling.high_freq_factor
+    turns = scaling.original_max_positions / (2 * pi / frequencies)
+    share = (turns - low) / (high - low)
+    between = (1 - share) * frequencies / scaling.factor + share * frequencies
+    # Select instead of clamping: clamped, the two terms would not add up to the exact end values.
+    slow = torch.where(turns < low, frequencies / scaling.factor, between)
+    return torch.where(turns > high, frequencies, slow)
+
+
+def base_frequencies(architecture: Architecture, theta: float) -> Tensor:
+    """Return f_i = theta^(-2 i / d), [d / 2] float32 on the CPU (Su et al., RoFormer, arXiv:2104.09864, section 3.2.2)."""
+    dims = rotary_dims(architecture)
+    powers = torch.arange(0, dims, 2, dtype=torch.int64).float() / dims
+    return 1.0 / theta**powers
+
+
 class RMSNorm(torch.nn.RMSNorm):
     """RMSNorm whose weight is marked for the gradient reduction of sequence parallelism."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+        self._plus_one = config.layernorm_zero_centered_gamma
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Return the normalised `inputs`; a weight to which 1 is added is multiplied in float32, as transformers does."""
+        if not self._plus_one:
+            return super().forward(inputs)
+        return rms_norm(inputs.float(), self.normalized_shape, 1 + self.weight.float(), self.eps).to(inputs)
 
 
 class CausalAttention(MegatronModule):
@@ -299,18 +396,22 @@ class CausalAttention(MegatronModule):
 
     Needs no padding mask: rows are padded on the right, and packed sequences are processed one by one. With context
     parallelism (packed only), keys and values are gathered from all ranks, and each rank attends with its own queries;
-    the backward pass sums the gradients of keys and values over the ranks.
+    the backward pass sums the gradients of keys and values over the ranks. A local layer attends within the window, in
+    blocks of queries, whose masks have at most the window times twice the window.
     """
 
     def __init__(
         self,
         config: TransformerConfig,
         pg_collection: ProcessGroupCollection,
+        layer_number: int,
         softmax_scale: float | None = None,
         **_: Any,
     ) -> None:
         super().__init__(config=config)
-        self._scale = softmax_scale
+        self._scale, self._window = softmax_scale, None
+        if is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number):
+            self._window = config.window_size[0] + 1
         self._cp_group: ProcessGroup = pg_collection.cp
         self._cp = config.context_parallel_size
         self._cp_rank = self._cp_group.rank() if self._cp > 1 else 0
@@ -373,15 +474,35 @@ class CausalAttention(MegatronModule):
         Fewer queries than keys are the queries of the last positions: query i is at the position of key
         len(key) - len(query) + i.
         """
-        q, k, v = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))
+        if self._window is not None and len(key) > self._window:
+            return self._attend_locally(query, key, value, self._window)
         whole = len(query) == len(key)
-        out = scaled_dot_product_attention(
-            q,
-            k,
-            v,
-            attn_mask=None if whole else causal_lower_right(len(query), len(key)),
-            is_causal=whole,
-            scale=self._scale,
-            enable_gqa=q.shape[1] != k.shape[1],
-        )
+        mask = None if whole else causal_lower_right(len(query), len(key))
+        return self._attend_masked(query, key, value, mask, is_causal=whole)
+
+    def _attend_locally(self, query: Tensor, key: Tensor, value: Tensor, window: int) -> Tensor:
+        """Return `_attend` with queries that see the last `window` keys up to their own position."""
+        before, parts = len(key) - len(query), []
+        masks: dict[tuple[int, int], Tensor] = {}
+        for start in range(0, len(query), window):
+            end = min(start + window, len(query))
+            first, last = max(0, before + start - window + 1), before + end
+            size = end - start, last - first
+            if size not in masks:
+                masks[size] = _window_mask(*size, window, query)
+            parts.append(self._attend_masked(query[start:end], key[first:last], value[first:last], masks[size]))
+        return torch.cat(parts)
+
+    def _attend_masked(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool = False
+    ) -> Tensor:
+        q, k, v = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))
+        shared = q.shape[1] != k.shape[1]
+        out = scaled_dot_product_attention(q, k, v, mask, is_causal=is_causal, scale=self._scale, enable_gqa=shared)
         return out.permute(2, 0, 1, 3)
+
+
+def _window_mask(queries: int, keys: int, window: int, like: Tensor) -> Tensor:
+    """Return what is added to the scores of the last `queries` of `keys` positions: 0 within the window, else -inf."""
+    ahead = torch.arange(keys, device=like.device) - torch.arange(keys - queries, keys, device=like.device)[:, None]
+    return like.new_zeros(queries, keys).masked_fill((ahead > 0) | (ahead <= -window), -torch.inf)

@@ -145,4 +145,4 @@ def adapt(layer: Module, adapter: Adapter) -> None:
         return (outputs[0] + adapter(inputs[0]), *outputs[1:]) if adapter.on else None
 
     layer.add_module("adapter", adapter)
-    layer.register_forward_hook(added)
+    layer.register_forward_hook(added, prepend=True)  # Before a norm of the output.

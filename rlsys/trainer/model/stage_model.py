@@ -30,7 +30,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from math import pi
 from pathlib import Path
 from typing import Any, ClassVar, cast
 
@@ -47,7 +46,15 @@ from rlsys.config.schema import Layers, ModelConfig, ParallelConfig
 from rlsys.errors import UserError
 from rlsys.observe.environment import detect
 from rlsys.trainer.mesh import MeshCoordinates
-from rlsys.trainer.model.layers import block_spec, choose_layers, fuse_accumulation, kernel_settings, transformer_config
+from rlsys.trainer.model.layers import (
+    block_spec,
+    choose_layers,
+    complete,
+    fuse_accumulation,
+    inverse_frequencies,
+    kernel_settings,
+    transformer_config,
+)
 from rlsys.trainer.model.logprobs import VocabShard
 from rlsys.trainer.model.lora import Adapter, TensorParallel, adapt
 from rlsys.weights.checkpoint import sharded
@@ -59,7 +66,6 @@ from rlsys.weights.weight_map import (
     WeightMap,
     expert_block,
     layer_spec_of,
-    rotary_dims,
     stage_layers,
 )
 
@@ -267,7 +273,7 @@ class StageModel:
         own = layer_spec_of(architecture.family)
 
         def build() -> TargetModel:
-            return self._MODULE(
+            module = self._MODULE(
                 config=self.config,
                 transformer_layer_spec=block_spec(self.config, layers, own, self.lora is not None),
                 vocab_size=architecture.padded_vocab(coords.tp_size),
@@ -280,6 +286,8 @@ class StageModel:
                 rotary_base=architecture.rope_theta,
                 rotary_percent=architecture.rotary_fraction,
             )
+            complete(module, architecture)
+            return module
 
         # Megatron calls the constructors of the user's layers, so their errors are those of `own`.
         return build() if own is None else cast("TargetModel", own.run(build))
@@ -333,29 +341,3 @@ class ValueModel(StageModel):
     """Critic: the policy's transformer with a value head; in Hugging Face's terms, a token classification model."""
 
     _MODULE = TargetValuesModel
-
-
-def inverse_frequencies(architecture: Architecture) -> Tensor:
-    """Return the rotary frequencies in radians per position, [d / 2] float32 on the CPU, d as in `rotary_dims`.
-
-    Without scaling, f_i = theta^(-2 i / d) (Su et al., RoFormer, arXiv:2104.09864, section 3.2.2). With scaling,
-    as in `apply_scaling` of Meta's Llama 3.1 (github.com/meta-llama/llama-models, models/llama3), let n_i =
-    original_max_positions f_i / (2 pi) be the turns within the original context:
-
-        s_i = clamp((n_i - low) / (high - low), 0, 1);   f'_i = (1 - s_i) f_i / factor + s_i f_i.
-
-    Fast pairs keep their frequency, slow pairs are divided by `factor`, and pairs in between are interpolated.
-    """
-    dims = rotary_dims(architecture)
-    powers = torch.arange(0, dims, 2, dtype=torch.int64).float() / dims
-    frequencies = 1.0 / architecture.rope_theta**powers
-    scaling = architecture.rope
-    if scaling is None:
-        return frequencies
-    low, high = scaling.low_freq_factor, scaling.high_freq_factor
-    turns = scaling.original_max_positions / (2 * pi / frequencies)
-    share = (turns - low) / (high - low)
-    between = (1 - share) * frequencies / scaling.factor + share * frequencies
-    # Select instead of clamping: clamped, the two terms would not add up to the exact end values.
-    slow = torch.where(turns < low, frequencies / scaling.factor, between)
-    return torch.where(turns > high, frequencies, slow)

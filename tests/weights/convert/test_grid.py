@@ -65,12 +65,21 @@ KINDS = {
     "qwen3": Kind("qwen3"),
     "qwen3-moe": Kind("qwen3-moe"),
     "phi3": Kind("phi3"),
+    "gemma3": Kind("gemma3"),
+    "ministral": Kind("ministral"),
+    "mistral": Kind("mistral"),
     "critic": Kind("qwen3", critic=True),
     "bfloat16": Kind("llama-tied", dtype=Dtype.bfloat16),
     "experts-bfloat16": Kind("qwen3-moe", dtype=Dtype.bfloat16),
+    "gemma3-bfloat16": Kind("gemma3", dtype=Dtype.bfloat16),
     "critic-bfloat16": Kind("qwen2", critic=True, dtype=Dtype.bfloat16),
 }
-NORMAL = (("qwen3-moe", Cut(tp=2, ep=2)), ("critic", Cut(tp=2, pp=2)))
+NORMAL = (
+    ("qwen3-moe", Cut(tp=2, ep=2)),
+    ("critic", Cut(tp=2, pp=2)),
+    ("phi3", Cut(tp=2)),
+    ("gemma3", Cut(pp=2)),
+)
 """Kinds and layouts of the default suite."""
 
 
