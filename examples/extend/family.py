@@ -1,37 +1,24 @@
-"""The layers of a model family of your own: GLM-4, which also normalises what attention and MLP add to their input.
+"""The layers of a model family of your own: EXAONE 4.0, whose norms all come after attention and MLP.
 
 family.yaml names this function, and model.family names family.yaml.
 """
 
 from __future__ import annotations
 
-from typing import Any
-
+from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from rlsys.trainer.model.layers import RMSNorm
 
+def norms_after_only(layer: ModuleSpec, config: TransformerConfig) -> ModuleSpec:
+    """Remove the norms before attention and MLP, and rotary positions in layers without a window between those with one."""
+    if config.window_attn_skip_freq is not None:
+        config.no_rope_freq = [int(not local) for local in config.window_attn_skip_freq]
+    parts = layer.submodules
+    if parts.input_layernorm is IdentityOp:
+        # Transformer Engine's layers fuse the norms into the next linear layer.
+        from megatron.core.extensions.transformer_engine import TEColumnParallelLinear
 
-def norms_after(layer: ModuleSpec, config: TransformerConfig, *, interleaved: bool = True) -> ModuleSpec:
-    """Add the norms; with `interleaved`, a rotary position turns neighbouring dimensions instead of the two halves."""
-    config.rotary_interleaved = interleaved
-    attention, mlp = layer.submodules.self_attention.submodules, layer.submodules.mlp.submodules
-    attention.linear_proj = normalised(attention.linear_proj)
-    mlp.linear_fc2 = normalised(mlp.linear_fc2)
+        parts.self_attention.submodules.linear_qkv = parts.mlp.submodules.linear_fc1 = TEColumnParallelLinear
+    parts.input_layernorm = parts.pre_mlp_layernorm = IdentityOp
     return layer
-
-
-def normalised(linear: type) -> type:
-    """Return a class like `linear`, a row-parallel layer, with a norm of its output."""
-
-    class Normalised(linear):  # type: ignore[misc]
-        def __init__(self, input_size: int, output_size: int, *, config: TransformerConfig, **options: Any) -> None:
-            super().__init__(input_size, output_size, config=config, **options)
-            self.norm_after = RMSNorm(config, output_size, config.layernorm_epsilon)
-
-        def forward(self, *inputs: Any) -> Any:
-            output, bias = super().forward(*inputs)
-            return self.norm_after(output), bias
-
-    return Normalised

@@ -81,6 +81,7 @@ class Architecture:
     local_rope_theta: float | None = None  # Base of the rotary positions in local layers; None: `rope_theta`.
     sglang_window: bool = False  # SGLang's model of this family has the window too.
     rotary_fraction: float = 1.0  # Share of a head's dimensions that carry rotary positions.
+    rope_interleaved: bool = False  # A rotary position turns neighbouring dimensions, not those of two halves.
     rope: RopeScaling | None = None
     experts: int = 0  # Experts per layer; 0 for a dense model.
     experts_per_token: int = 0

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from examples.extend.family import normalised
+from rlsys.trainer.model.layers import RMSNorm
 
 
 def fails(layer: Any, config: Any) -> Any:  # noqa: ARG001
@@ -23,8 +23,7 @@ def cannot_be_built(layer: Any, config: Any) -> Any:  # noqa: ARG001
 
 
 def adds_a_tensor(layer: Any, config: Any) -> Any:  # noqa: ARG001
-    attention = layer.submodules.self_attention.submodules
-    attention.linear_proj = normalised(attention.linear_proj)
+    layer.submodules.self_attention.submodules.q_layernorm = RMSNorm
     return layer
 
 

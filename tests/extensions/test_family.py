@@ -30,13 +30,13 @@ from tests.trainer import reference
 from tests.trainer.harness import Layout, local_model
 from tests.trainer.test_against_transformers import check_training
 
-FAMILY = reference.GLM4_FAMILY
+FAMILY = reference.OWN_FAMILY
 TOYS = "tests.extensions.family_toys"
 
 
 @pytest.fixture
-def glm4(tmp_path: Path) -> Path:
-    return reference.make_model(reference.tiny_glm4(), tmp_path / "glm4")
+def exaone(tmp_path: Path) -> Path:
+    return reference.make_model(reference.tiny_exaone4(), tmp_path / "exaone")
 
 
 def own(folder: Path, layer_spec: str, more: str = "") -> str:
@@ -45,35 +45,38 @@ def own(folder: Path, layer_spec: str, more: str = "") -> str:
     return str(folder / "own.yaml")
 
 
-def test_example_trains_like_transformers_on_a_parallel_layout(glm4: Path) -> None:
-    check_training(Layout(tp=2, pp=2, pp_layers=(1, 2), sequence_parallel=True, tied=False), glm4, FAMILY)
+def test_example_trains_like_transformers_on_a_parallel_layout(exaone: Path) -> None:
+    check_training(Layout(tp=2, pp=2, pp_layers=(1, 2), sequence_parallel=True, tied=False), exaone, FAMILY)
 
 
-def test_example_converts_bit_for_bit(glm4: Path, tmp_path: Path) -> None:
+def test_example_converts_bit_for_bit(exaone: Path, tmp_path: Path) -> None:
     there, back = tmp_path / "megatron", tmp_path / "back"
-    for command in (["hf2mg", glm4, there, "--tp", 2], ["mg2hf", there, back]):
+    for command in (["hf2mg", exaone, there, "--tp", 2], ["mg2hf", there, back]):
         with refused("unsupported", "model_type"):
             CliRunner().invoke(app, [*map(str, command)], catch_exceptions=False)
         assert CliRunner().invoke(app, [*map(str, command), "--family", FAMILY]).exit_code == 0
-    assert_same_tensors(glm4, back)
+    assert_same_tensors(exaone, back)
 
 
-def test_config_alone_chooses_the_family(glm4: Path) -> None:
+def test_config_alone_chooses_the_family(exaone: Path) -> None:
     def problems(family: str) -> dict[str, Code]:
-        config = composed(f"model.path={glm4}", f"model.family={family}")
+        config = composed(f"model.path={exaone}", f"model.family={family}")
         return {problem.key: problem.code for problem in find_problems(config) if problem.key.startswith("model.")}
 
     assert problems(FAMILY) == {}
     assert problems("null") == {"model.path": "unsupported"}
     assert problems("glm") == {"model.family": "unknown"}
     assert problems("no.yaml") == {"model.family": "not_found"}
-    plan = make_plan(composed(f"model.path={glm4}", f"model.family={FAMILY}"))
-    assert plan["model"]["parameters"] == AutoModelForCausalLM.from_pretrained(glm4).num_parameters()
+    plan = make_plan(composed(f"model.path={exaone}", f"model.family={FAMILY}"))
+    assert plan["model"]["parameters"] == AutoModelForCausalLM.from_pretrained(exaone).num_parameters()
 
 
 @pytest.mark.slow
 @pytest.mark.engine
-@pytest.mark.parametrize(("model", "family"), [("mistral", "null"), ("glm4", FAMILY)])
+@pytest.mark.parametrize(
+    ("model", "family"),
+    [("mistral", "null"), ("phi3", "null"), ("gemma3_text", "null"), ("glm4", "null"), ("exaone4", FAMILY)],
+)
 def test_run_with_sglang_by_config_alone(model: str, family: str, tmp_path: Path) -> None:
     """After every update, SGLang's tensors have the predicted hashes. Its log-probs equal Megatron's."""
     run = Finished(
@@ -153,7 +156,7 @@ def test_wrong_layers_end_in_one_sentence_with_the_name_of_the_function_or_file(
         assert "\n" not in str(error)
 
 
-def test_example_works_once_it_is_copied(glm4: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_example_works_once_it_is_copied(exaone: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shutil.copy(example.__file__, tmp_path / "copied_family.py")
     monkeypatch.syspath_prepend(tmp_path)
     copied = tmp_path / "copied.yaml"
@@ -161,4 +164,4 @@ def test_example_works_once_it_is_copied(glm4: Path, tmp_path: Path, monkeypatch
     spec = layer_spec_of(str(copied))
     assert spec is not None
     assert spec.settings.component.__module__ == "copied_family"
-    assert read_architecture(glm4, str(copied)).rotary_fraction == 0.5
+    assert read_architecture(exaone, str(copied)).post_norms

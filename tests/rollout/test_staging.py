@@ -30,8 +30,6 @@ SPLIT = (
 
 def weight_map(family: str = "qwen2", **changes: Any) -> WeightMap:
     """Map of a tiny model with two key-value heads, `changes` are fields of its architecture. Its sizes do not matter."""
-    if family == "glm4":
-        return WeightMap(architecture_of(reference.tiny_glm4(), reference.GLM4_FAMILY))
     return WeightMap(replace(architecture_of(reference.TINY[family]()), **changes))
 
 

@@ -17,6 +17,7 @@ def configs(layers: int = 3) -> dict[str, PretrainedConfig]:
     """Config of each family, with and without tied embeddings."""
     return {
         "gemma3": reference.tiny_gemma3(layers),
+        "glm4": reference.tiny_glm4(layers),
         "llama": reference.tiny_llama3(layers),
         "llama-tied": reference.tiny_llama3(layers, tied=True),
         "ministral": reference.tiny_ministral(layers),

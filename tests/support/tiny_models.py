@@ -12,9 +12,12 @@ import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     AutoModelForCausalLM,
+    Exaone4Config,
+    Gemma3TextConfig,
     Glm4Config,
     LlamaConfig,
     MistralConfig,
+    Phi3Config,
     PretrainedConfig,
     PreTrainedTokenizerFast,
     Qwen3MoeConfig,
@@ -71,10 +74,27 @@ def _glm4(**sizes: object) -> PretrainedConfig:
     return Glm4Config(**sizes, head_dim=32, pad_token_id=None)
 
 
+def _phi3(**sizes: object) -> PretrainedConfig:
+    return Phi3Config(**sizes, pad_token_id=None)
+
+
+def _gemma3(**sizes: object) -> PretrainedConfig:
+    return Gemma3TextConfig(
+        **sizes, head_dim=32, query_pre_attn_scalar=32, sliding_window=32, sliding_window_pattern=2, pad_token_id=None
+    )
+
+
+def _exaone4(**sizes: object) -> PretrainedConfig:
+    return Exaone4Config(**sizes, sliding_window=32, sliding_window_pattern=2)
+
+
 _RANDOM: dict[str, Callable[..., PretrainedConfig]] = {
+    "exaone4": _exaone4,
+    "gemma3_text": _gemma3,
     "glm4": _glm4,
     "llama": _llama,
     "mistral": _mistral,
+    "phi3": _phi3,
     "qwen3_moe": _qwen3_moe,
 }
 

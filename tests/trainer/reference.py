@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
+    Exaone4Config,
     Gemma3TextConfig,
     Glm4Config,
     LlamaConfig,
@@ -100,18 +101,23 @@ def tiny_phi3(layers: int = 3, tied: bool = False, window: int | None = None) ->
     return Phi3Config(**{**_sizes(layers, tied), "rope_parameters": rope}, sliding_window=window, **_TOKENS)
 
 
-def tiny_glm4(layers: int = 3) -> PretrainedConfig:
-    """A GLM-4, whose family is not built in: `GLM4_FAMILY`."""
-    sizes = _sizes(layers, tied=False)
+def tiny_glm4(layers: int = 3, tied: bool = False, bias: bool = True) -> PretrainedConfig:
+    sizes = _sizes(layers, tied)
     rope = {"rope_type": "default", "rope_theta": 1234.0, "partial_rotary_factor": 0.5}
-    return Glm4Config(**{**sizes, "rope_parameters": rope}, head_dim=24, **_TOKENS)
+    return Glm4Config(**{**sizes, "rope_parameters": rope}, head_dim=24, attention_bias=bias, **_TOKENS)
+
+
+def tiny_exaone4(layers: int = 3) -> PretrainedConfig:
+    """An EXAONE 4.0 with global layers without rotary positions; its family is not built in: `OWN_FAMILY`."""
+    return Exaone4Config(**_sizes(layers, tied=False), head_dim=24, sliding_window=8, layer_types=_kinds(layers))
 
 
 _TOKENS = {"pad_token_id": None, "eos_token_id": 1}
 """In transformers, a padding token's embedding is not trained."""
-GLM4_FAMILY = str(PROJECT / "examples/extend/family.yaml")
+OWN_FAMILY = str(PROJECT / "examples/extend/family.yaml")
 TINY: dict[str, Callable[..., PretrainedConfig]] = {
     "gemma3_text": tiny_gemma3,
+    "glm4": tiny_glm4,
     "llama": tiny_llama3,
     "ministral": tiny_ministral,
     "mistral": tiny_mistral,

@@ -38,7 +38,7 @@ LAYOUTS = [
 ]
 TP2_PP2 = Layout(tp=2, pp=2, pp_layers=(1, 2), sequence_parallel=True, tied=False)
 MORE_LAYOUTS = {
-    **{f"{family}-tp2-pp2": (TP2_PP2, family) for family in ("gemma3_text", "ministral", "phi3")},
+    **{f"{family}-tp2-pp2": (TP2_PP2, family) for family in ("gemma3_text", "glm4", "ministral", "phi3")},
     "gemma3_text-tp2-cp2": (Layout(tp=2, cp=2, sequence_parallel=True), "gemma3_text"),
     "qwen2-pp2-uneven-recomputed": (Layout(pp=2, pp_layers=(1, 2), recompute=True), "qwen2"),
     # The TP ranks outnumber the two key-value heads.

@@ -24,6 +24,8 @@ WIDTH = 120
 FAMILIES: dict[str, PretrainedConfig] = {
     "gemma3": reference.tiny_gemma3(window=50),
     "gemma3, separate output layer": reference.tiny_gemma3(tied=False),
+    "glm4": reference.tiny_glm4(),
+    "glm4 without biases, tied": reference.tiny_glm4(tied=True, bias=False),
     "llama": reference.tiny_llama3(),
     "llama, tied": reference.tiny_llama3(tied=True),
     "mistral": reference.tiny_mistral(),

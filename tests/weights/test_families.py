@@ -66,8 +66,13 @@ GEMMA3_1B = json.loads("""{"model_type": "gemma3_text", "attention_bias": false,
     "vocab_size": 262144}""")
 MINISTRAL_8B = MISTRAL_7B | json.loads("""{"head_dim": 128, "intermediate_size": 12288, "num_hidden_layers": 36,
     "rope_theta": 100000000.0, "sliding_window": 32768, "vocab_size": 131072}""")
+GLM4_9B = json.loads("""{"model_type": "glm4", "attention_bias": true, "head_dim": 128, "hidden_act": "silu",
+    "hidden_size": 4096, "intermediate_size": 13696, "max_position_embeddings": 32768, "num_attention_heads": 32,
+    "num_hidden_layers": 40, "num_key_value_heads": 2, "partial_rotary_factor": 0.5, "rms_norm_eps": 1e-05,
+    "rope_theta": 10000.0, "tie_word_embeddings": false, "vocab_size": 151552}""")
 PUBLISHED = {
     "Gemma-3-1B": (GEMMA3_1B, 999_885_952),
+    "GLM-4-9B-0414": (GLM4_9B, 9_400_279_040),
     "Ministral-8B": (MINISTRAL_8B, 8_019_808_256),
     "Mistral-7B-v0.3": (MISTRAL_7B, 7_248_023_552),
     "Mistral-7B-v0.1": (MISTRAL_7B | {"sliding_window": 4096, "vocab_size": 32000}, 7_241_732_096),
@@ -112,6 +117,7 @@ def of_transformers(config: PretrainedConfig) -> dict[str, Any]:
         "local_layers": tuple(n for n, kind in enumerate(kinds) if window and kind == "sliding_attention"),
         "local_rope_theta": local.get("rope_theta"),
         "query_scale": getattr(config, "query_pre_attn_scalar", None),
+        "qkv_bias": config.attention_bias if config.model_type == "glm4" else config.model_type == "qwen2",
         "rope": RopeScaling(8.0, 1.0, 4.0, 8192) if rope["rope_type"] == "llama3" else None,
         "experts": config.num_experts if moe else 0,
         "experts_per_token": config.num_experts_per_tok if moe else 0,

@@ -30,7 +30,7 @@ from tests.support.refusals import refused
 from tests.trainer import reference
 
 FAMILIES = {name: architecture_of(config()) for name, config in reference.TINY.items()}
-FAMILIES["glm4"] = architecture_of(reference.tiny_glm4(), reference.GLM4_FAMILY)
+FAMILIES["exaone4"] = architecture_of(reference.tiny_exaone4(), reference.OWN_FAMILY)
 QWEN2, MOE = FAMILIES["qwen2"], FAMILIES["qwen3_moe"]
 
 

@@ -153,6 +153,7 @@ def transformer_config(
         activation_func=_gelu if architecture.gelu else silu,
         add_bias_linear=False,
         add_qkv_bias=architecture.qkv_bias,
+        rotary_interleaved=architecture.rope_interleaved,
         softmax_scale=architecture.query_scale and architecture.query_scale**-0.5,
         **_window_config(architecture),
         hidden_dropout=0.0,

@@ -66,6 +66,7 @@ KINDS = {
     "qwen3-moe": Kind("qwen3-moe"),
     "phi3": Kind("phi3"),
     "gemma3": Kind("gemma3"),
+    "glm4": Kind("glm4"),
     "ministral": Kind("ministral"),
     "mistral": Kind("mistral"),
     "critic": Kind("qwen3", critic=True),
