@@ -239,9 +239,9 @@ def _teacher(config: RunConfig, ranks: Ranks, policy: Architecture) -> Iterator[
         yield Problem(
             key, f"{key}={path} has other tokens than model.path={config.model.path}: {differs}; {fix}.", "mismatch"
         )
-    if config.task.max_total_tokens > teacher.max_tokens:
+    if config.task.max_total_tokens > teacher.max_positions:
         sentence = (
-            f"{key}={path} reads at most {teacher.max_tokens} tokens, below task.max_total_tokens="
+            f"{key}={path} reads at most {teacher.max_positions} tokens, below task.max_total_tokens="
             f"{config.task.max_total_tokens}: lower that, or choose another teacher."
         )
         yield Problem(key, sentence, "mismatch")

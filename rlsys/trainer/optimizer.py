@@ -15,7 +15,7 @@ Communication between data-parallel ranks can overlap with computation:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
 from math import cos, isfinite, pi
 from typing import Any
@@ -33,7 +33,7 @@ from rlsys.config.custom import Custom
 from rlsys.config.schema import AdamwConfig, LrDecay, OptimizerConfig
 from rlsys.errors import UserError
 from rlsys.trainer.model.stage_model import CHECKPOINT_METADATA, StageModel
-from rlsys.weights.weight_map import Cut, Entry, halves
+from rlsys.weights.weight_map import Entry
 
 
 def wrap(model: StageModel, config: OptimizerConfig) -> DistributedDataParallel:
@@ -206,10 +206,9 @@ def _over_matrices(model: StageModel, entry: Entry, shard: Tensor, function: Cal
     All ranks of a TP group call this together. Query, key and value, and gate and up, are matrices of their own.
     """
     tp = (model.coords.tp, model.coords.tp_size) if entry.expert is None else (0, 1)
-    parts: Sequence[Tensor] = [part for _, part in model.weights.merge(entry, model.gathered(entry, shard))]
-    if entry.rule.cut is Cut.GATE_UP:
-        parts = halves(parts)
-    return model.weights.shard(entry, [function(part) for part in parts], *tp)
+    parts = [part for _, part in model.weights.merge(entry, model.gathered(entry, shard))]
+    matrices = model.weights.unfused(entry, parts)
+    return model.weights.shard(entry, [function(matrix) for matrix in matrices], *tp)
 
 
 def _keep_state(*_: Any) -> None:

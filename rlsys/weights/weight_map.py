@@ -72,12 +72,8 @@ class Architecture:
     norm_eps: float
     rope_theta: float
     max_positions: int
-    window: int | None = (
-        None  # Number of tokens to which a token attends in local layers, itself included; None: no such.
-    )
-    local_layers: tuple[
-        int, ...
-    ] = ()  # Layers that attend within the window; in all others, a token attends to all before.
+    window: int | None = None  # Number of tokens to which a token attends in local layers, itself included.
+    local_layers: tuple[int, ...] = ()  # Layers that attend within the window; all others attend to all tokens before.
     local_rope_theta: float | None = None  # Base of the rotary positions in local layers; None: `rope_theta`.
     sglang_window: bool = False  # SGLang's model of this family has the window too.
     rotary_fraction: float = 1.0  # Share of a head's dimensions that carry rotary positions.
