@@ -22,9 +22,21 @@ from rlsys.config.schema import CompatConfig
 from rlsys.data.question import Question
 
 Floats = NDArray[np.float32]
+Routes = NDArray[np.integer[Any]]
+"""[tokens, layers, k] the k experts of each layer to which a token was routed as input; see `routes_type`."""
 T = TypeVar("T", bound=Any)
 ANSWER_TERMS = frozenset({"exact_match", "correct_answer", "sub_em", "f1", "format", "judge"})
 """Reward terms that depend on the answer; `reward.max_answer_tags` applies to them."""
+
+
+def routes_type(experts: int) -> type[np.integer[Any]]:
+    """Return the type of routes to `experts` experts: a byte for each choice, two bytes if there are 256 or more."""
+    return np.uint8 if experts < 256 else np.int16
+
+
+def unrouted(routes: Routes) -> int:
+    """Return the value of `routes` where a token's experts are unknown: the largest of its type, which is no expert."""
+    return int(np.iinfo(routes.dtype).max)
 
 
 class Finish(StrEnum):
@@ -136,6 +148,9 @@ class Trajectory:
 
     agent_reward: float | None = field(default=None, metadata={"added later": True})
     """Reward that the agent has returned, which replaces the configured one; None if it has not."""
+    routes: Routes | None = field(default=None, metadata={"added later": True})
+    """Experts that the engine chose for each token as input, so the last token has none; None without
+    `algorithm.router_replay`."""
 
     @property
     def searches(self) -> int:
@@ -266,7 +281,7 @@ class Sample:
                 _cut(self, ("advantages", "old_logprobs", "ref_logprobs", "weights", "values", "returns"), start, end),
                 trajectory=_cut(
                     replace(self.trajectory, branches=(replace(branch, start=0),)),
-                    ("tokens", "loss_mask", "rollout_logprobs", "versions", "turn_of_token"),
+                    ("tokens", "loss_mask", "rollout_logprobs", "versions", "turn_of_token", "routes"),
                     start,
                     end,
                 ),

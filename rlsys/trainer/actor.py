@@ -51,7 +51,14 @@ from rlsys.errors import RunError
 from rlsys.trainer import mesh
 from rlsys.trainer.batches import Accumulated, MicroBatch, OptimizerStep
 from rlsys.trainer.export import Export, WeightSender, load_hf, owners_group
-from rlsys.trainer.forward import ContextShare, context_shares, forward, forward_backward, to_tensor
+from rlsys.trainer.forward import (
+    ContextShare,
+    context_shares,
+    forward,
+    forward_backward,
+    to_tensor,
+    without_routes,
+)
 from rlsys.trainer.log_prob import BaseReference, MegatronWorker, ReferencePlan, ReferencePolicy
 from rlsys.trainer.model.logprobs import Divergence, divergence_of, lay_out, token_logprobs
 from rlsys.trainer.model.stage_model import PolicyModel, StageModel, ValueModel
@@ -389,7 +396,7 @@ class Actor(Learner, WeightSender):
         ref_logits: Iterator[Tensor | None] = repeat(None)
         if self._reference is not None:
             with self._reference.scoring() as model:
-                ref_logits = iter(forward(model, shares, lambda logits, _: logits))
+                ref_logits = iter(forward(model, without_routes(shares), lambda logits, _: logits))
         return lambda logits, share: self._loss_of(logits, share, next(ref_logits))
 
     def _loss_of(self, logits: Tensor, share: ContextShare, ref_logits: Tensor | None) -> tuple[Tensor, Result]:

@@ -30,13 +30,13 @@ from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 from itertools import accumulate
 from math import lcm
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from rlsys.config.schema import ParallelConfig
-from rlsys.data.trajectory import Floats, MaskOf, Sample, trained_tokens
+from rlsys.data.trajectory import Floats, MaskOf, Routes, Sample, trained_tokens, unrouted
 from rlsys.weights.flops import Flops
 
 
@@ -64,6 +64,8 @@ class MicroBatch:
     """[targets, k] most likely tokens, in the order of `targets`; see `TopkLogprobs`."""
     pick_logprobs: Floats | None = None
     """[targets, k] the reference's log-probs of `pick_tokens`."""
+    routes: Routes | None = None
+    """[rows, width, layers, k] experts of each token as input, or `unrouted`; None if the policy routes every token."""
     packed: bool = False
     room_multiple: int = 1
     """Each packed sequence is padded to a multiple of this many tokens."""
@@ -214,7 +216,7 @@ def collate(
     """Build a micro-batch from `samples`, with a width that is a multiple of `multiple_of` tokens.
 
     If `packed`, each sequence is padded to a multiple of `room_multiple`. `mask_of` selects the targets of a
-    trajectory. An optional array is None if any sample lacks it. Without samples, the result is one row of padding, for
+    trajectory. An optional array is None if any sample lacks it; routes are unknown where a sample lacks them. Without samples, the result is one row of padding, for
     a rank that has fewer samples than others. Raises ValueError if `room_multiple` does not divide `multiple_of`.
     """
     if multiple_of % room_multiple:
@@ -226,9 +228,9 @@ def collate(
     rows = 1 if packed else max(1, len(samples))
     starts = [0, *accumulate(rooms)][: len(rooms)] if packed else range(0, width * len(samples), width)
 
-    def lay_out(values: Callable[[Sample], NDArray], fill: float, dtype: type) -> NDArray:
-        out: NDArray = np.full((rows, width), fill, dtype=dtype)
-        flat = out.ravel()
+    def lay_out(values: Callable[[Sample], Any], fill: float, dtype: Any, of_token: Sequence[int] = ()) -> NDArray:
+        out: NDArray = np.full((rows, width, *of_token), fill, dtype=dtype)
+        flat = out.reshape(-1, *of_token)
         for start, length, sample in zip(starts, lengths, samples, strict=True):
             flat[start : start + length] = values(sample)
         return out
@@ -237,6 +239,17 @@ def collate(
         if any(values(sample) is None for sample in samples):
             return None
         return lay_out(lambda sample: np.asarray(values(sample)), 0.0, np.float32)
+
+    def routes() -> Routes | None:
+        known = next((found for one in samples if (found := one.trajectory.routes) is not None), None)
+        if known is None:
+            return None
+        unknown = unrouted(known)
+
+        def of(sample: Sample) -> Routes | int:
+            return unknown if sample.trajectory.routes is None else sample.trajectory.routes
+
+        return lay_out(of, unknown, known.dtype, known.shape[1:])
 
     def weighted_advantage(sample: Sample) -> Floats:
         weights = np.float32(1.0) if sample.weights is None else sample.weights
@@ -256,6 +269,7 @@ def collate(
         returns=optional(lambda s: s.returns),
         pick_tokens=np.concatenate([each.tokens for each in picks]) if picks else None,
         pick_logprobs=np.concatenate([each.logprobs for each in picks]) if picks else None,
+        routes=routes(),
         packed=packed,
         room_multiple=room_multiple,
         **_episodes(samples),

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import numpy as np
@@ -28,6 +28,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from numpy.typing import NDArray
 from torch import Tensor
 
+from rlsys.data.trajectory import Routes
 from rlsys.trainer.batches import MicroBatch, columns_of
 from rlsys.trainer.model.stage_model import StageModel
 
@@ -53,6 +54,9 @@ class ContextShare:
     """Boundaries of a packed row; None for padded rows."""
     owned: NDArray[np.bool_] | None
     """[targets] mask of this rank's own targets; None if all targets are its own."""
+    routes: Tensor | None
+    """[own tokens, own layers, k] experts to which the model's routers must send each token, on the device. The tokens are
+    those of the hidden states of this rank, flattened, and the layers those of its stage. None if it routes all itself."""
 
     def own(self, values: Values) -> Values:
         """Select [own targets, ...] from `values` [targets, ...]."""
@@ -75,11 +79,16 @@ def context_shares(model: StageModel, batches: Sequence[MicroBatch]) -> list[Con
     return [_context_share(model, batch) for batch in batches]
 
 
+def without_routes(shares: Sequence[ContextShare]) -> list[ContextShare]:
+    """Return `shares` for a model that routes every token itself: the reference, which is not the policy that sampled."""
+    return [replace(share, routes=None) for share in shares]
+
+
 def _context_share(model: StageModel, batch: MicroBatch) -> ContextShare:
     coords, device = model.coords, model.device
     rows, width = batch.tokens.shape
     row, column = batch.loss_mask.nonzero()
-    tokens, targets, owned = batch.tokens, batch.targets, None
+    tokens, targets, owned, routes = batch.tokens, batch.targets, None, batch.routes
     # A token is predicted at the position before it.
     predicting = (column - 1) * rows + row
     if coords.cp_size > 1:
@@ -90,6 +99,7 @@ def _context_share(model: StageModel, batch: MicroBatch) -> ContextShare:
         places[columns] = np.arange(len(columns))
         owned = places[column - 1] >= 0
         tokens, targets, predicting = tokens[:, columns], targets[owned], places[column - 1][owned]
+        routes = None if routes is None else routes[:, columns]
     if model.config.sequence_parallel and tokens.shape[1] % coords.tp_size:
         raise ValueError(
             f"A rank's share of a micro-batch is {tokens.shape[1]} tokens wide, but sequence parallelism needs a "
@@ -103,7 +113,16 @@ def _context_share(model: StageModel, batch: MicroBatch) -> ContextShare:
         mask=torch.tensor(batch.loss_mask, device=device),
         sequences=_sequences(batch, device) if batch.packed else None,
         owned=owned,
+        routes=None if routes is None or not model.replays else _own_routes(model, routes),
     )
+
+
+def _own_routes(model: StageModel, routes: Routes) -> Tensor:
+    """Return `ContextShare.routes` from those [rows, width / cp, layers, k] of a context-parallel rank."""
+    if model.config.sequence_parallel:
+        routes = np.split(routes, model.coords.tp_size, axis=1)[model.coords.tp]
+    own = routes[:, :, model.layers.start : model.layers.stop].swapaxes(0, 1)
+    return torch.tensor(own.reshape(-1, *own.shape[2:]), device=model.device)
 
 
 OnOutput = Callable[[Tensor, ContextShare], Any]
@@ -161,7 +180,7 @@ def to_tensor(values: np.ndarray[Any, Any], like: Tensor) -> Tensor:
 
 
 def _outputs(module: Any, share: ContextShare) -> Tensor:
-    return module(input_ids=share.tokens, predicting=share.predicting, sequences=share.sequences)
+    return module(input_ids=share.tokens, predicting=share.predicting, sequences=share.sequences, routes=share.routes)
 
 
 def _sequences(batch: MicroBatch, device: torch.device) -> PackedSeqParams:

@@ -50,7 +50,7 @@ from rlsys.errors import RunError
 from rlsys.trainer import mesh
 from rlsys.trainer.batches import LogProbs, MicroBatch
 from rlsys.trainer.export import Export, WeightSender, load_hf, owners_group, update_loader
-from rlsys.trainer.forward import ContextShare, context_shares, forward
+from rlsys.trainer.forward import ContextShare, context_shares, forward, without_routes
 from rlsys.trainer.model.logprobs import lay_out, logprobs_at, token_logprobs, top_tokens
 from rlsys.trainer.model.stage_model import PolicyModel
 from rlsys.trainer.offload import Offload, OffloadStats, Tensors
@@ -468,7 +468,7 @@ class LogProbWorker(MegatronWorker, WeightSender):
             return [(logprobs, None, None) for logprobs, _ in of_policy or ()]
         chosen = [picks[0] for _, picks in of_policy or () if picks is not None]
         with reference.scoring() as model:
-            of_reference = self._forward(model, shares, k, chosen if reverse else None)
+            of_reference = self._forward(model, without_routes(shares), k, chosen if reverse else None)
         ours = [None] * len(of_reference) if of_policy is None else [logprobs for logprobs, _ in of_policy]
         return [(one, *theirs) for one, theirs in zip(ours, of_reference, strict=True)]
 

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from copy import copy
+from functools import partial
 from math import pi
 from typing import Any
 
@@ -292,11 +293,23 @@ class ExpertRouter(Router):
     Dtypes follow transformers' Qwen3MoeTopKRouter: logits in the model's dtype, softmax over all experts in float32,
     and the k weights rounded to the model's dtype. With `norm_topk_prob` (`moe_router_pre_softmax` false), the k
     weights are normalised to a sum of 1 before the rounding.
+
+    Routing replay (R3, arXiv 2510.11370): `routes` replace the choice of experts alone. Their weights, and the gradient of
+    the router, are always computed from this router's own logits.
     """
+
+    routes: Tensor | None = None
+    """[tokens, k] experts of each token of the next pass, the largest value of the type where they are unknown; None if all
+    are. Set by `accept_routes`."""
 
     def routing(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """Return weights (0 for experts not chosen) and the mask of chosen experts, both [tokens, experts]."""
-        weights, chosen = logits.softmax(-1, dtype=torch.float32).topk(self.config.moe_router_topk, dim=-1)
+        every = logits.softmax(-1, dtype=torch.float32)
+        chosen = every.topk(self.config.moe_router_topk, dim=-1).indices
+        if self.routes is not None:
+            known = self.routes != torch.iinfo(self.routes.dtype).max
+            chosen = torch.where(known, self.routes.to(chosen.dtype), chosen)
+        weights = every.gather(-1, chosen)
         if not self.config.moe_router_pre_softmax:
             weights = weights / weights.sum(-1, keepdim=True)
         spread = torch.zeros_like(logits).scatter(1, chosen, weights.to(logits.dtype))
@@ -375,6 +388,30 @@ def base_frequencies(architecture: Architecture, theta: float) -> Tensor:
     dims = rotary_dims(architecture)
     powers = torch.arange(0, dims, 2, dtype=torch.int64).float() / dims
     return 1.0 / theta**powers
+
+
+def accept_routes(decoder: Any) -> None:
+    """Make each layer of `decoder` give its router its part of the routes [tokens, layers, k].
+
+    Megatron passes them to every layer as `padding_mask`, also when it computes a layer again in the backward pass; so a
+    layer has those of its own micro-batch. Raises UserError, when routes come, if a family's layers route by themselves.
+    """
+
+    def give(number: int, layer: Any, inputs: Any, options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        routes, router = options.pop("padding_mask", None), getattr(layer.mlp, "router", None)
+        if isinstance(router, ExpertRouter):
+            router.routes = None if routes is None else routes[:, number]
+        elif routes is not None:
+            raise UserError(
+                "algorithm.router_replay=r3 needs the routers of rlsys, but the layers of model.family have others: set it "
+                "to none, or keep the router in layer_spec.",
+                code="unsupported",
+                key="algorithm.router_replay",
+            )
+        return inputs, options
+
+    for number, layer in enumerate(decoder.layers):
+        layer.register_forward_pre_hook(partial(give, number), with_kwargs=True)
 
 
 class RMSNorm(torch.nn.RMSNorm):

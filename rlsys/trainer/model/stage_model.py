@@ -47,6 +47,7 @@ from rlsys.errors import UserError
 from rlsys.observe.environment import detect
 from rlsys.trainer.mesh import MeshCoordinates
 from rlsys.trainer.model.layers import (
+    accept_routes,
     block_spec,
     choose_layers,
     complete,
@@ -84,13 +85,17 @@ class TargetModel(GPTModel):
     beside: ClassVar[tuple[str, ...]] = ()
     """Prefixes of the names of parameters that the Hugging Face model lacks: neither loaded nor exported."""
 
-    def forward(self, input_ids: Tensor, predicting: Tensor, sequences: PackedSeqParams | None) -> Tensor:
+    def forward(
+        self, input_ids: Tensor, predicting: Tensor, sequences: PackedSeqParams | None, routes: Tensor | None = None
+    ) -> Tensor:
         """Return the outputs in the order of `predicting`; on all stages but the last, return the hidden states.
 
         `input_ids` is [rows, width]; `predicting` [n] holds positions in [width, rows] flattened; `sequences` describes
-        a packed row, None for padded rows. Hidden states are [width, rows, hidden].
+        a packed row, None for padded rows. Hidden states are [width, rows, hidden]. `routes` is `ContextShare.routes`.
         """
-        return super().forward(input_ids, None, None, packed_seq_params=sequences, loss_mask=predicting)
+        return super().forward(
+            input_ids, None, None, packed_seq_params=sequences, loss_mask=predicting, padding_mask=routes
+        )
 
     def read_out(self, hidden: Tensor) -> Tensor:
         """Return the outputs, [n] or [n, any], for the selected states `hidden` [n, hidden].
@@ -99,6 +104,11 @@ class TargetModel(GPTModel):
         `hidden`, not only its own term of the sum over ranks.
         """
         raise NotImplementedError
+
+    def _preprocess(self, *inputs: Any, padding_mask: Tensor | None = None, **options: Any) -> tuple[Any, ...]:
+        """Megatron's hook before the decoder; `padding_mask` carries `routes` to the layers, unchanged."""
+        states, *positions, _ = super()._preprocess(*inputs, **options)
+        return states, *positions, padding_mask
 
     def _postprocess(self, hidden_states: Tensor, *, loss_mask: Tensor, **_: Any) -> Tensor:
         """Megatron's hook after the decoder; `loss_mask` carries `predicting`."""
@@ -153,6 +163,8 @@ class StageModel:
     _MODULE: ClassVar[type[TargetModel]]
     _ADAPTED: ClassVar[bool] = False
     """True if `model.lora` applies to models of this kind."""
+    replays: ClassVar[bool] = False
+    """True if models of this kind route tokens as the engine did, if it is known."""
 
     def __init__(
         self, architecture: Architecture, model: ModelConfig, parallel: ParallelConfig, coords: MeshCoordinates
@@ -169,6 +181,8 @@ class StageModel:
         self.lora = model.lora if self._ADAPTED and model.lora.rank else None
         """Settings of the adapters; None if the whole model is trained."""
         module = self._built(layers)
+        if architecture.experts:
+            accept_routes(module.decoder)
         if self.lora is None:  # Frozen weights have no gradients.
             fuse_accumulation(module, model, layers)
         # Megatron supports scaled frequencies for a single kind of model only.
@@ -335,6 +349,7 @@ class PolicyModel(StageModel):
 
     _MODULE = TargetLogitsModel
     _ADAPTED = True
+    replays = True
 
 
 class ValueModel(StageModel):
