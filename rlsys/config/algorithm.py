@@ -79,6 +79,11 @@ difference between engine and trainer, and needs `task.token_mode=append` and `t
 `engine` need `algorithm.correction.kind=none`, and no `full_reverse` KL term over a top k."""
 
 
+RouterReplay = StrEnum("RouterReplay", ["none", "r3"])
+"""Routing of tokens to experts while the policy scores and trains. `none`: The trainer's own choice. `r3`: The engine's
+choice (rollout routing replay); needs a mixture of experts, and an engine that returns the experts of each token."""
+
+
 @dataclass
 class CorrectionConfig:
     """Importance weights exp(old log-prob - engine log-prob) for off-policy tokens (decoupled PPO)."""
@@ -316,5 +321,6 @@ class AlgorithmConfig:
     eval_ref_policy: bool = False
     """Evaluate the reference policy too, after the last step. Needs a reference that changes during the run."""
     old_logprobs: OldLogprobs = OldLogprobs.recompute
+    router_replay: RouterReplay = RouterReplay.none
     correction: CorrectionConfig = field(default_factory=CorrectionConfig)
     curation: CurationConfig = field(default_factory=CurationConfig)

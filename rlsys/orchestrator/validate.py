@@ -29,7 +29,7 @@ from rlsys.cluster.planning.placement import (
 )
 from rlsys.cluster.planning.resolve import make_plan
 from rlsys.components import check_callable
-from rlsys.config.algorithm import Credit, OldLogprobs, ReturnsAdvantage, TeacherApi
+from rlsys.config.algorithm import Credit, OldLogprobs, ReturnsAdvantage, RouterReplay, TeacherApi
 from rlsys.config.bounds import out_of_range
 from rlsys.config.derived import (
     asks_teacher,
@@ -188,6 +188,13 @@ def _layout(config: RunConfig) -> Iterator[Problem]:
         return
     if config.model.lora.rank > 0:
         yield from _refused(lambda: adapter_rules(architecture, config.model.lora))
+    if config.algorithm.router_replay is RouterReplay.r3 and not architecture.experts:
+        yield Problem(
+            "algorithm.router_replay",
+            f"algorithm.router_replay=r3 replays the choice of experts, and model.path={config.model.path} is a dense model: "
+            "set it to none.",
+            "mismatch",
+        )
     for group, settings in megatron_groups(config).items():
         yield from parallel_problems(group, settings.parallel, len(ranks[group]), architecture)
         yield from context_problems(config, group, architecture)

@@ -29,7 +29,7 @@ from rlsys.cluster.planning.placement import CRITIC, parse_placement, plan_bundl
 from rlsys.cluster.runtime import ray_runtime
 from rlsys.cluster.stacks import StackWriter
 from rlsys.cluster.worker_group import WorkerGroup, share
-from rlsys.config.algorithm import OldLogprobs
+from rlsys.config.algorithm import OldLogprobs, RouterReplay
 from rlsys.config.derived import has_critic, on_update, scoring_forwards
 from rlsys.config.schema import Device, Mode, RunConfig, SyncMode
 from rlsys.data.trajectory import Floats, Sample, Scores, TopkLogprobs
@@ -183,6 +183,7 @@ def _rollout_worker(config: RunConfig, seed: int) -> Any:
         memory_saver=cluster.mode is Mode.colocated and cluster.device is Device.gpu,
         sampled_answers=config.compat.sampled_validation,
         family=config.model.family,
+        returns_routes=config.algorithm.router_replay is RouterReplay.r3,
     )
 
 

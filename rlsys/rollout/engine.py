@@ -24,11 +24,12 @@ import itertools
 import logging
 from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf
 from time import perf_counter
 from typing import Any, NoReturn, TypeVar
 
+import numpy as np
 import psutil
 import torch
 from transformers import AutoConfig, AutoTokenizer
@@ -46,7 +47,7 @@ from rlsys.config.schema import (
     TaskConfig,
 )
 from rlsys.data.question import Question
-from rlsys.data.trajectory import Finish, Trajectory
+from rlsys.data.trajectory import Finish, Trajectory, routes_type
 from rlsys.errors import RunError, UserError
 from rlsys.rollout.agent.episode import (
     EngineActivity,
@@ -117,9 +118,11 @@ class EngineDriver:
         seed: int,
         memory_saver: bool = False,
         architecture: Architecture | None = None,
+        *,
+        returns_routes: bool = False,
     ) -> None:
         """`memory_saver` makes `sleep` free device memory; it has no effect on a CPU. `architecture` is None for an
-        engine that gets no other weights."""
+        engine that gets no other weights. `returns_routes` is a field of `EngineSetup`."""
         kind = f" {config.kind}" if isinstance(config, CustomEngine) else ""
         self._name = f"The engine{kind} on {model_path}"
         self._asleep_reason = f"{self._name} is asleep: wake it first."
@@ -127,7 +130,9 @@ class EngineDriver:
         self.frees_memory = memory_saver and device is Device.gpu
         """True if `sleep` frees the device's memory for other groups."""
         model, eos_id = _read(model_path)
-        setup = EngineSetup(model_path, model, eos_id, device, config, seed, self.frees_memory, architecture)
+        setup = EngineSetup(
+            model_path, model, eos_id, device, config, seed, self.frees_memory, architecture, returns_routes
+        )
         self._engine = open_engine(setup)
         longest: int = model.max_position_embeddings
         self._context_tokens = min(longest, self._engine.max_context or longest)
@@ -194,7 +199,7 @@ class EngineDriver:
         if self._asleep or self._failure:
             raise RunError(self._asleep_reason if self._asleep else self._failure)
         call = self._engine.generate(input_ids, sampling, f"{rid}~{next(self._rids)}", on_tokens)
-        request = asyncio.create_task(self._named(self._sound(call, sampling)))
+        request = asyncio.create_task(self._named(self._sound(call, sampling, len(input_ids))))
         if not self._requests:
             self._busy_since = perf_counter()
         self._requests.add(request)
@@ -427,7 +432,9 @@ class EngineDriver:
                 f"version {update.version} is not used"
             )
 
-    async def _sound(self, call: Coroutine[Any, Any, Generation], sampling: TurnSampling) -> Generation:
+    async def _sound(
+        self, call: Coroutine[Any, Any, Generation], sampling: TurnSampling, input_tokens: int
+    ) -> Generation:
         """Await `call`. Raises UserError for an impossible result of an engine from outside of the package."""
         generation = await call
         if not isinstance(self._config, CustomEngine):
@@ -441,11 +448,23 @@ class EngineDriver:
             f"finish={generation.finish!r}": generation.finish not in ("stop", "length", "abort"),
             "a log-prob that is not a number of at most 0": not all(-inf < one <= _ROUNDING for one in logprobs),
             f"versions other than {self.version} and older": not all(0 <= one <= self.version for one in versions),
+            "other routes than `Generation.routes` describes": not self._has_routes(generation, sampling, input_tokens),
         }
         for problem, is_so in wrong.items():
             if is_so:
                 raise own_component(self._config).error(f"returned {problem}", "correct its generate")
         return generation
+
+    def _has_routes(self, generation: Generation, sampling: TurnSampling, input_tokens: int) -> bool:
+        """Return True if `generation` has the routes that were asked for, each with different experts of the model."""
+        routes, first, model = generation.routes, sampling.routes_from, self._engine.setup.architecture
+        if first is None or model is None or (routes is None and generation.finish == "abort"):
+            return True
+        shape = input_tokens + len(generation.token_ids) - 1 - first, model.layers, model.experts_per_token
+        if not isinstance(routes, np.ndarray) or (routes.shape, routes.dtype) != (shape, routes_type(model.experts)):
+            return False
+        ordered = np.sort(routes, axis=-1).astype(int)
+        return bool((ordered >= 0).all() and (ordered < model.experts).all() and np.diff(ordered).all())
 
     def _open_update(self) -> StagedVersion:
         if self._update is None:
@@ -600,15 +619,19 @@ class RolloutWorker:
         memory_saver: bool = False,
         sampled_answers: bool = False,
         family: str | None = None,
+        returns_routes: bool = False,
     ) -> None:
         """`memory_saver` makes `sleep` free device memory; `sampled_answers` makes `answer` sample as in training;
-        `family` is the value of `model.family`."""
+        `family` is the value of `model.family`; `returns_routes` records the experts of each token of a rollout."""
         self._sampled_answers = sampled_answers
         self._rollout = rollout
         self._on_update = on_update
         self._search = open_tool(search) if search.enabled else None
         architecture = read_architecture(model_path, family, weights_only=True)
-        self.engine = EngineDriver(model_path, rollout.engine, device, seed, memory_saver, architecture)
+        self.engine = EngineDriver(
+            model_path, rollout.engine, device, seed, memory_saver, architecture, returns_routes=returns_routes
+        )
+        self._training = replace(training_sampling(rollout.sampling), routes_from=0 if returns_routes else None)
         self.engine.require_room(task)
         codec = Codec(AutoTokenizer.from_pretrained(model_path))
         self._tools = EpisodeTools(self.engine, self._search and for_run(self._search, search), codec, task)
@@ -640,7 +663,7 @@ class RolloutWorker:
         and `in_flight`. `progress` has the episodes that began elsewhere, each at most once. Raises UserError for a
         question that is too long, RunError after a failed weight update, and SearchFailed if no search server answers.
         """
-        drawn = sampling or training_sampling(self._rollout.sampling)
+        drawn = sampling or self._training
         group = EpisodeGroup(question, range(first, first + n_samples), self._tools, drawn, progress)
         until_aborted = asyncio.timeout(None)
         try:

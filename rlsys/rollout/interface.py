@@ -46,6 +46,8 @@ class EngineCapabilities:
     requests back and waits until those in flight have ended; each is one turn of an episode."""
     frees_memory: bool = False
     """True if `sleep` frees the memory of a GPU, as cluster.mode=colocated needs."""
+    returns_routes: bool = False
+    """True if `generate` can return the experts of each token, as algorithm.router_replay=r3 needs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +69,8 @@ class EngineSetup:
     """True if `sleep` shall free the memory of the GPU."""
     architecture: Architecture | None = None
     """The model's sizes and tensors; None for an engine that gets no other weights."""
+    returns_routes: bool = False
+    """True if requests may ask for the experts of each token (`TurnSampling.routes_from`)."""
 
 
 class RolloutEngine(ABC):
@@ -130,7 +134,8 @@ class RolloutEngine(ABC):
 
         The request ends at a stop string or end token, which stays in the tokens, or after `max_new_tokens`. Log-probs
         are over the whole vocabulary at the temperature, whatever top_p and top_k cut off; at temperature 0, which is
-        greedy, they are at temperature 1. `rid` is unique. `on_tokens` receives all tokens so far as they arrive. On
+        greedy, they are at temperature 1. With `TurnSampling.routes_from`, `Generation.routes` are the experts with which
+        the tokens were computed; an aborted request may lack them. `rid` is unique. `on_tokens` receives all tokens so far as they arrive. On
         cancellation, the request leaves the engine.
         """
 

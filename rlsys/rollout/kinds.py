@@ -13,6 +13,7 @@ from typing import Any, cast
 from packaging.requirements import InvalidRequirement, Requirement
 
 from rlsys.components import check_callable, one_line
+from rlsys.config.algorithm import RouterReplay
 from rlsys.config.custom import OwnComponent, own_component
 from rlsys.config.derived import on_update
 from rlsys.config.problems import Problem
@@ -128,6 +129,12 @@ def capability_problems(config: RunConfig) -> Iterator[Problem]:
         yield Problem.of(
             f"cluster.mode=colocated needs an engine that frees its GPU's memory while it sleeps, and {kind} does not: "
             "place the groups on devices of their own."
+        )
+
+    if config.algorithm.router_replay is RouterReplay.r3 and not able.returns_routes:
+        yield Problem.of(
+            f"algorithm.router_replay=r3 needs the experts of each token, which {kind} does not return: choose another "
+            "engine, or none."
         )
 
 

@@ -8,11 +8,17 @@ process on shutdown: give an engine a process of its own.
 from __future__ import annotations
 
 import asyncio
+from base64 import b64decode
 from collections.abc import AsyncIterable, Awaitable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
+from math import prod
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
+from rlsys.config.algorithm import RouterReplay
 from rlsys.config.schema import Device, Dtype, RunConfig, SglangConfig
+from rlsys.data.trajectory import Routes, routes_type
 from rlsys.errors import RunError
 from rlsys.rollout.agent.recorder import Generation, OnTokens, TurnSampling
 from rlsys.rollout.interface import ANY, EngineCapabilities, EngineError, EngineSetup, RolloutEngine
@@ -38,7 +44,9 @@ largest decode batch, and 8 MiB for each of the 58 prefill sizes up to `PREFILL_
 class SglangEngine(RolloutEngine):
     """An SGLang engine."""
 
-    capabilities = EngineCapabilities(max_tp={Device.cpu: 1, Device.gpu: ANY}, continues=True, frees_memory=True)
+    capabilities = EngineCapabilities(
+        max_tp={Device.cpu: 1, Device.gpu: ANY}, continues=True, frees_memory=True, returns_routes=True
+    )
     packages = ("sglang",)
     _config: SglangConfig
 
@@ -63,7 +71,7 @@ class SglangEngine(RolloutEngine):
 
     @classmethod
     def memory_beside_cache(cls, config: RunConfig, model: Architecture) -> float:
-        """Return the bytes of CUDA graphs, of the activations of one prefill, and of the logits of one decode step."""
+        """Return the bytes of CUDA graphs, of the activations and routes of one prefill, and of the logits of one decode step."""
         engine = config.rollout.engine
         assert isinstance(engine, SglangConfig)
         item = 2 if engine.dtype is Dtype.bfloat16 else 4
@@ -73,7 +81,9 @@ class SglangEngine(RolloutEngine):
         of_token = 4 * model.hidden + copies * (3 * width / engine.tp + (model.hidden if model.experts else 0))
         # Logits in the model's dtype, and float32 copies for sampling and for log-probs.
         logits = engine.max_running * model.vocab * (item + 4 + 4)
-        return graphs + PREFILL_TOKENS * of_token * item + logits
+        replays = config.algorithm.router_replay is RouterReplay.r3
+        routes = 4 * PREFILL_TOKENS * model.layers * model.experts_per_token if replays else 0
+        return graphs + PREFILL_TOKENS * of_token * item + logits + routes
 
     @classmethod
     def memory_fix(cls, config: SglangConfig) -> str:
@@ -107,9 +117,19 @@ class SglangEngine(RolloutEngine):
         """Continue `input_ids`; SGLang aborts the request on cancellation."""
         params = sampling_params(sampling, self.setup.eos_id)
         call = self._sglang.engine.async_generate(
-            input_ids=input_ids, sampling_params=params, return_logprob=True, rid=rid, stream=on_tokens is not None
+            input_ids=input_ids,
+            sampling_params=params,
+            return_logprob=True,
+            rid=rid,
+            stream=on_tokens is not None,
+            return_routed_experts=sampling.routes_from is not None,
+            routed_experts_start_len=sampling.routes_from or 0,
         )
-        return as_generation(await (read_stream(call, on_tokens) if on_tokens else call))
+        output = await (read_stream(call, on_tokens) if on_tokens else call)
+        generation, first = as_generation(output), sampling.routes_from
+        if first is None:
+            return generation
+        return replace(generation, routes=self._routes(output, len(input_ids) + len(generation.token_ids) - 1 - first))
 
     def abort_all(self) -> None:
         """Abort all requests."""
@@ -177,6 +197,18 @@ class SglangEngine(RolloutEngine):
         if process is not None:
             process.shutdown()
 
+    def _routes(self, output: dict[str, Any], tokens: int) -> Routes | None:
+        """Return the routes of `tokens` tokens in an output; None if an aborted request lacks some. Raises RunError."""
+        meta, model = output["meta_info"], self.setup.architecture
+        assert model is not None
+        shape = tokens, model.layers, model.experts_per_token
+        found = np.frombuffer(b64decode(meta.get("routed_experts") or ""), np.int32)
+        if found.size != prod(shape):
+            if meta["finish_reason"]["type"] == "abort":
+                return None
+            raise RunError(f"SGLang reported {found.size} experts instead of {prod(shape)} for request {meta['id']}.")
+        return found.reshape(shape).astype(routes_type(model.experts))
+
     @property
     def _sglang(self) -> SglangProcess:
         if self._process is None:
@@ -206,6 +238,8 @@ class SglangEngine(RolloutEngine):
             "grammar_backend": "none",
             "log_level": "error",
         }
+        if setup.returns_routes:
+            arguments["enable_return_routed_experts"] = True
         if setup.frees_memory:
             # The weights move to host memory; the trainer's state there is much larger.
             arguments |= {"enable_memory_saver": True, "enable_weights_cpu_backup": True}
@@ -238,7 +272,8 @@ def _require(answer: Answer) -> None:
 def sampling_params(sampling: TurnSampling, eos_id: int) -> dict[str, Any]:
     """Return SGLang's parameters for a turn, which ends at its stop strings or `eos_id`."""
     fixed = {"no_stop_trim": True, "stop_token_ids": [eos_id], "spaces_between_special_tokens": False}
-    return {**asdict(sampling), "stop": list(sampling.stop), **fixed}
+    params = {name: value for name, value in asdict(sampling).items() if name != "routes_from"}
+    return {**params, "stop": list(sampling.stop), **fixed}
 
 
 def _token_ids(output: dict[str, Any]) -> list[int]:

@@ -6,7 +6,7 @@ SGLang kills its processes, so the scheduler first ties the shared memory that i
 a semaphore of loky. The engine's process or whoever removes TMPDIR removes that memory.
 
 With a CPU build of torch, `torch.cuda.synchronize` is a no-op in the scheduler's process: SGLang's weight checker calls it
-on every device, and it would raise.
+on every device, and it would raise. Routed experts are kept in pageable memory, because there is no GPU to pin it for.
 """
 
 from __future__ import annotations
@@ -28,13 +28,17 @@ def scheduler(*args: Any, **kwargs: Any) -> None:
     _set_signals()
     from sglang.srt.managers.load_snapshot import shm_path_for
 
-    ports = args[1]
+    arguments, ports = args[:2]
     for pattern in (Path(shm_path_for(ports.instance_id)).name, f"sem.loky-{os.getpid()}-*"):
         tie_shared_memory(pattern, Path(tempfile.gettempdir()), os.getppid())
     from sglang.srt.managers.scheduler import run_scheduler_process
 
     if torch.version.cuda is None:
         torch.cuda.synchronize = lambda device=None: None  # noqa: ARG005
+        if getattr(arguments, "enable_return_routed_experts", False):
+            from sglang.srt.mem_cache.pool_host.common import ALLOC_MEMORY_FUNCS
+
+            ALLOC_MEMORY_FUNCS["cpu"] = _pageable
     run_scheduler_process(*args, **kwargs)
 
 
@@ -44,6 +48,10 @@ def detokenizer(*args: object, **kwargs: object) -> None:
     from sglang.srt.managers.detokenizer_manager import run_detokenizer_process
 
     run_detokenizer_process(*args, **kwargs)
+
+
+def _pageable(dims: tuple[int, ...], dtype: torch.dtype, **_: Any) -> torch.Tensor:
+    return torch.empty(dims, dtype=dtype)
 
 
 def _set_signals() -> None:

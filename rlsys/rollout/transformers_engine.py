@@ -38,7 +38,9 @@ _READY = "ready"
 class TransformersEngine(RolloutEngine):
     """A Hugging Face model in a child process, on one device."""
 
-    capabilities = EngineCapabilities(max_tp={Device.cpu: 1, Device.gpu: 1}, continues=True, frees_memory=True)
+    capabilities = EngineCapabilities(
+        max_tp={Device.cpu: 1, Device.gpu: 1}, continues=True, frees_memory=True, returns_routes=True
+    )
     _config: TransformersConfig
 
     def __init__(self, setup: EngineSetup) -> None:
@@ -69,6 +71,7 @@ class TransformersEngine(RolloutEngine):
             setup.seed,
             setup.eos_id,
             setup.frees_memory,
+            setup.architecture.layers if setup.architecture and setup.returns_routes else 0,
         )
         self._calls[_READY] = asyncio.get_running_loop().create_future()
         self._launch(spec)

@@ -34,6 +34,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 from transformers.utils.logging import disable_progress_bar
 
 from rlsys.components import one_line
+from rlsys.data.trajectory import Routes, routes_type
 from rlsys.errors import UserError
 from rlsys.rollout.agent.recorder import Generation, TurnSampling
 from rlsys.weights.transport import Bucket, ChecksumError, TensorRecord, checksum, unpack
@@ -57,6 +58,8 @@ class DecoderSpec:
     """Token that ends a request, besides those that the model's files name."""
     frees_memory: bool
     """True if a sleeping decoder keeps nothing on its device."""
+    routed_layers: int = 0
+    """Layers with experts, which all are returned with a request that asks for them; 0 if none will."""
 
 
 @dataclass(slots=True)
@@ -69,6 +72,8 @@ class _Request:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
+    routes: list[Routes] = field(default_factory=list)
+    """Routes of all tokens that the model has read, in parts."""
     finish: str = ""
 
     @property
@@ -76,7 +81,9 @@ class _Request:
         return self.input_ids + self.token_ids
 
     def generation(self) -> Generation:
-        return Generation(self.token_ids, self.logprobs, self.finish, 0, self.versions)  # type: ignore[arg-type]
+        first = self.sampling.routes_from
+        routes = None if first is None or not self.routes else np.concatenate(self.routes)[first:]
+        return Generation(self.token_ids, self.logprobs, self.finish, 0, self.versions, routes)  # type: ignore[arg-type]
 
 
 class Decoder:
@@ -96,6 +103,9 @@ class Decoder:
         """Tokens of each row in `_cache`."""
         self.version = 0
         """Version of the weights; not valid between `load` and `set_version`."""
+        self._chosen: list[Tensor] = []
+        """Experts [tokens, k] that each layer chose in the last pass."""
+        self._watch_routers()
 
     @property
     def has_work(self) -> bool:
@@ -128,6 +138,8 @@ class Decoder:
         joining = self._waiting[: self._spec.max_batch - len(self._batch)]
         if joining:
             rows, lengths = joining, [len(one.context) for one in joining]
+            for one in joining:
+                one.routes = []
             logits, cache = self._forward([one.context for one in joining], lengths, DynamicCache())
             self._cache, self._lengths = _joined(self._cache, cache), self._lengths + lengths
             self._batch += joining
@@ -136,6 +148,7 @@ class Decoder:
             rows = self._batch
             self._lengths = [length + 1 for length in self._lengths]
             logits, self._cache = self._forward([[one.token_ids[-1]] for one in rows], self._lengths, self._cache)
+        self._add_routes(rows)
         tokens, logprobs = draw(logits, rows)
         told: list[Message] = []
         for request, token, logprob in zip(rows, tokens, logprobs, strict=True):
@@ -202,6 +215,7 @@ class Decoder:
             tokens[row, width - len(ids) :] = torch.tensor(ids)
             mask[row, longest - length :] = 1
         positions = (mask.cumsum(1) - 1).clamp(min=0)[:, -width:]
+        self._chosen.clear()  # Of a pass that failed.
         output = self._model(
             tokens.to(self._device),
             attention_mask=mask.to(self._device),
@@ -211,6 +225,29 @@ class Decoder:
             logits_to_keep=1,
         )
         return output.logits[:, -1].float(), output.past_key_values
+
+    def _watch_routers(self) -> None:
+        """Keep what the routers choose. Raises UserError if not every layer has one."""
+        layers = self._spec.routed_layers
+        routers = [one for one in self._model.modules() if type(one).__name__.endswith("TopKRouter")] if layers else []
+        if len(routers) != layers:
+            raise UserError(
+                f"algorithm.router_replay=r3 needs a model whose {layers} layers all choose experts in a TopKRouter of "
+                f"transformers, and {self._spec.model_path} has {len(routers)}: set it to none.",
+                code="unsupported",
+                key="algorithm.router_replay",
+            )
+        for router in routers:  # It returns logits, weights and numbers of experts.
+            router.register_forward_hook(lambda _router, _inputs, found: self._chosen.append(found[-1]))
+
+    def _add_routes(self, requests: Sequence[_Request]) -> None:
+        """Give each request the routes of its tokens of the last pass, in which rows are padded on the left."""
+        if not self._chosen:
+            return
+        experts = self._model.config.num_experts
+        chosen = torch.stack(self._chosen, dim=1).cpu().numpy().astype(routes_type(experts))
+        for request, found in zip(requests, np.split(chosen, len(requests)), strict=True):
+            request.routes.append(found[-1:] if request.routes else found[-len(request.context) :])
 
     def _extend(self, request: _Request, token: int, logprob: float) -> None:
         request.token_ids.append(token)

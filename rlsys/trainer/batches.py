@@ -240,17 +240,6 @@ def collate(
             return None
         return lay_out(lambda sample: np.asarray(values(sample)), 0.0, np.float32)
 
-    def routes() -> Routes | None:
-        known = next((found for one in samples if (found := one.trajectory.routes) is not None), None)
-        if known is None:
-            return None
-        unknown = unrouted(known)
-
-        def of(sample: Sample) -> Routes | int:
-            return unknown if sample.trajectory.routes is None else sample.trajectory.routes
-
-        return lay_out(of, unknown, known.dtype, known.shape[1:])
-
     def weighted_advantage(sample: Sample) -> Floats:
         weights = np.float32(1.0) if sample.weights is None else sample.weights
         return np.where(sample.trajectory.loss_mask, sample.advantages * weights, 0.0).astype(np.float32)
@@ -269,11 +258,24 @@ def collate(
         returns=optional(lambda s: s.returns),
         pick_tokens=np.concatenate([each.tokens for each in picks]) if picks else None,
         pick_logprobs=np.concatenate([each.logprobs for each in picks]) if picks else None,
-        routes=routes(),
+        routes=_routes(samples, lay_out),
         packed=packed,
         room_multiple=room_multiple,
         **_episodes(samples),
     )
+
+
+def _routes(samples: Sequence[Sample], lay_out: Callable[..., Routes]) -> Routes | None:
+    """Return the routes of a micro-batch, unknown where a sample lacks them; None if all do."""
+    known = next((found for sample in samples if (found := sample.trajectory.routes) is not None), None)
+    if known is None:
+        return None
+    unknown = unrouted(known)
+
+    def of(sample: Sample) -> Routes | int:
+        return unknown if sample.trajectory.routes is None else sample.trajectory.routes
+
+    return lay_out(of, unknown, known.dtype, known.shape[1:])
 
 
 def _episodes(samples: Sequence[Sample]) -> dict[str, NDArray]:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+import numpy as np
 import pytest
 
 from examples.extend.engine import OneByOne
@@ -133,6 +134,27 @@ async def test_impossible_result_is_one_error_with_the_name_of_the_class(wrong: 
     assert f"{HERE}.Toy" in str(caught.value)
     assert "\n" not in str(caught.value)
     assert engine.running == 0
+
+
+ROUTES = np.array([[[0, 1], [2, 3]], [[3, 0], [1, 2]]], np.uint8)
+"""Experts of two tokens in two layers, each with two of four experts."""
+
+
+@pytest.mark.parametrize(
+    "wrong", [None, ROUTES[1:], ROUTES.astype(np.int16), ROUTES + np.uint8(1), ROUTES * np.uint8(0)], ids=str
+)
+async def test_impossible_experts_are_one_error_with_the_name_of_the_class(wrong: Any) -> None:
+    config = config_of(f"{HERE}.Toy")
+    shape = replace(read_architecture(POLICY), layers=2, experts=4, experts_per_token=2)
+    place = config.rollout.engine, config.cluster.device
+    engine = EngineDriver(str(POLICY), *place, seed=3, architecture=shape, returns_routes=True)
+    await engine.start()
+    toy, asked = cast("Any", engine._engine), TurnSampling(1.0, max_new_tokens=2, routes_from=0)
+    toy.answer = replace(toy.answer, routes=ROUTES)
+    assert (await engine.generate([1], asked, "right")).routes is ROUTES
+    toy.answer = replace(toy.answer, routes=wrong)
+    with refused("user_code", KIND):
+        await engine.generate([1], asked, "wrong")
 
 
 async def test_start_that_never_returns_ends_at_its_timeout() -> None:

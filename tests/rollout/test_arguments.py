@@ -47,6 +47,12 @@ def test_backends_are_sglangs_defaults_on_a_gpu_except_for_experts(tmp_path: Pat
     experts = arguments(tmp_path / "experts", EXPERTS, CONFIG, Device.gpu)
     assert experts == {**dense, "model_path": experts["model_path"], "moe_runner_backend": "triton"}
     assert experts.pop(MOST_IN_GRAPH) == CONFIG.max_running, "the largest batch must not decode without a graph"
+    setup = EngineSetup(str(tmp_path / "experts"), EXPERTS, 0, Device.gpu, CONFIG, 3, False, None, returns_routes=True)
+    assert SglangEngine(setup)._arguments() == {
+        **experts,
+        MOST_IN_GRAPH: CONFIG.max_running,
+        "enable_return_routed_experts": True,
+    }
     no_graphs = replace(CONFIG, cuda_graphs=False)
     assert arguments(tmp_path / "experts", EXPERTS, no_graphs, Device.gpu) == {**experts, **NO_GRAPHS}
     on_cpu = arguments(tmp_path / "experts", EXPERTS, no_graphs, Device.cpu, memory_saver=True)
@@ -68,7 +74,7 @@ def test_sglang_has_every_argument_and_value(tmp_path: Path) -> None:
     for device, graphs in product(Device, (False, True)):
         config = replace(CONFIG, cuda_graphs=graphs, attention_backend="fa3")
         given = arguments(tmp_path, EXPERTS, config, device, memory_saver=True)
-        assert given.keys() <= known
+        assert {*given, "enable_return_routed_experts"} <= known
     assert "triton" in MOE_RUNNER_BACKEND_CHOICES
     assert set(NO_GRAPHS.values()) == {Backend.DISABLED}
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from rlsys.cluster.planning.memory import GIB, engine_weights_bytes, group_memory, kv_cache_tokens, kv_token_bytes
+from rlsys.config.compose import PROJECT_CONFIGS
 from rlsys.config.schema import RunConfig, SglangConfig, TransformersConfig
 from rlsys.orchestrator.validate import find_problems
 from rlsys.rollout.kinds import engine_class
@@ -28,6 +29,23 @@ def config_of(*settings: str) -> RunConfig:
 def test_settings_that_an_engine_cannot_run_are_refused(kind: str, settings: list[str], keys: list[str]) -> None:
     problems = [*find_problems(config_of(f"rollout.engine={kind}", *settings))]
     assert [problem.key for problem in problems if problem.key.startswith(("rollout.engine", "trainer"))] == keys
+
+
+EXPERTS = PROJECT_CONFIGS / "model/shapes/qwen3-30b-a3b"
+
+
+@pytest.mark.parametrize(
+    ("settings", "code"),
+    [
+        ([], "mismatch"),
+        ([f"model.path={EXPERTS}"], None),
+        ([f"model.path={EXPERTS}", "rollout.engine=transformers"], None),
+        ([f"model.path={EXPERTS}", "rollout.engine=examples.extend.engine.OneByOne"], "conflict"),
+    ],
+)
+def test_replay_of_routes_needs_experts_and_an_engine_that_returns_them(settings: list[str], code: str | None) -> None:
+    problems = find_problems(config_of("algorithm.router_replay=r3", *settings))
+    assert [one.code for one in problems if one.key == "algorithm.router_replay"] == [code] * (code is not None)
 
 
 def test_plan_asks_the_engine_for_its_memory() -> None:

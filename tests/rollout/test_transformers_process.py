@@ -9,16 +9,18 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
 from rlsys.rollout.agent.recorder import Generation, TurnSampling
 from rlsys.rollout.transformers_process import Decoder, DecoderSpec, Server
 from tests.rollout.bench import greedy
 from tests.support.refusals import refused
 from tests.support.tensors import pack
-from tests.support.tiny_models import POLICY, tiny_model
+from tests.support.tiny_models import LAYERS, POLICY, tiny_model
 
 
 def decoder_of(folder: Path, batch: int = 8, seed: int = 0) -> Decoder:
@@ -93,6 +95,38 @@ def test_a_sample_depends_on_seed_version_and_request_but_not_on_the_batch() -> 
     assert said(batch=2) == said(batch=8) == alone
     assert said(8, seed=1) != alone
     assert said(8, version=1) != alone
+
+
+def test_experts_are_those_of_one_pass_over_all_tokens(tmp_path: Path) -> None:
+    """Requests join and leave a batch of two, and all are prefilled again in between."""
+    folder = tiny_model("qwen3_moe", tmp_path)
+    spec = DecoderSpec(str(folder), "float32", "cpu", 2, 0, eos_id=-1, frees_memory=False, routed_layers=LAYERS)
+    decoder, found = Decoder(spec), dict[str, Generation]()
+    inputs = {"one": list(range(10, 30)), "two": [7, 8, 9], "three": list(range(40, 51))}
+    for number, (rid, ids) in enumerate(inputs.items()):
+        decoder.add(rid, ids, TurnSampling(1.0, max_new_tokens=4 + number, routes_from=number), streams=False)
+    decoder.add("plain", [3, 4], greedy(2), streams=False)
+    for step in range(100):
+        if step == 4:
+            decoder.drop_cache()
+        found |= {rid: each for kind, rid, each in decoder.step() if kind == "answer"} if decoder.has_work else {}
+    assert found.pop("plain").routes is None
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    for number, (rid, ids) in enumerate(inputs.items()):
+        read = torch.tensor([[*ids, *found[rid].token_ids[:-1]]])
+        with torch.no_grad():
+            logits = model(read, output_router_logits=True).router_logits
+        expected = torch.stack([layer.topk(2).indices for layer in logits], dim=1)[number:]
+        routes = found[rid].routes
+        assert routes is not None
+        assert routes.dtype == np.uint8
+        assert np.array_equal(np.sort(routes), np.sort(expected.numpy()))
+
+
+def test_model_without_experts_is_refused_where_they_are_needed() -> None:
+    spec = DecoderSpec(str(POLICY), "float32", "cpu", 2, 0, eos_id=-1, frees_memory=False, routed_layers=LAYERS)
+    with refused("unsupported", "algorithm.router_replay"):
+        Decoder(spec)
 
 
 def test_prefill_without_memory_fails_every_request(monkeypatch: pytest.MonkeyPatch) -> None:

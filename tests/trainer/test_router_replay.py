@@ -163,52 +163,64 @@ def _result(group: Group, path: Path, samples: Sequence[Sample], run: Run) -> Re
     return Result(policy, of_reference, {name: change / (1 - change.abs()) for name, change in moved.items()})
 
 
+@dataclass(frozen=True)
+class World:
+    """A model, samples with routes, and what transformers computes of them."""
+
+    folder: Path
+    samples: list[Sample]
+    expected: Result
+    """Its reference is the model's own routing."""
+    own: list[Routes]
+    """Experts that the model chooses by itself, for each sample."""
+
+    def check(self, found: Result) -> None:
+        """Compare what a group has computed with transformers."""
+        for name in ("policy", "reference"):
+            torch.testing.assert_close(
+                getattr(found, name).double(), getattr(self.expected, name), rtol=2e-5, atol=2e-5
+            )
+        gradients = self.expected.gradients
+        whole = vector_norm(torch.cat([each.flatten() for each in gradients.values()]))
+        assert gradients.keys() == found.gradients.keys()
+        for name, expected in gradients.items():
+            error = vector_norm(found.gradients[name] - expected)
+            assert error < 1e-4 * vector_norm(expected) + 1e-6 * whole, name
+
+
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return reference.make_model(reference.tiny_qwen3_moe(LAYERS), tmp_path_factory.mktemp("model"))
-
-
-def check(found: Result, samples: Sequence[Sample], path: Path) -> None:
-    """Compare the policy with transformers' under the samples' routes, and the reference with its own routing."""
-    logprobs, gradients, _ = by_transformers(path, samples)
-    free, _, _ = by_transformers(path, SAMPLES)
+def world(tmp_path_factory: pytest.TempPathFactory) -> World:
+    folder = reference.make_model(reference.tiny_qwen3_moe(LAYERS), tmp_path_factory.mktemp("model"))
+    samples = given_routes()
+    free, _, own = by_transformers(folder, SAMPLES)
+    logprobs, gradients, _ = by_transformers(folder, samples)
     assert vector_norm(logprobs - free) > 0.01 * len(free) ** 0.5, "the routes must matter"
-    torch.testing.assert_close(found.policy.double(), logprobs, rtol=2e-5, atol=2e-5)
-    torch.testing.assert_close(found.reference.double(), free, rtol=2e-5, atol=2e-5)
-    whole = vector_norm(torch.cat([each.flatten() for each in gradients.values()]))
-    assert gradients.keys() == found.gradients.keys()
-    for name, expected in gradients.items():
-        error = vector_norm(found.gradients[name] - expected)
-        assert error < 1e-4 * vector_norm(expected) + 1e-6 * whole, name
     assert all(vector_norm(gradients[f"model.layers.{layer}.mlp.gate.weight"]) > 0 for layer in range(LAYERS))
+    return World(folder, samples, Result(logprobs, free, gradients), own)
 
 
-def test_one_process_routes_as_given_and_trains_the_routers(folder: Path) -> None:
-    samples = given_routes()
-    (found,) = on_ranks(in_group, 1, folder, samples, ALONE)
+def test_one_process_routes_as_given_and_trains_the_routers(world: World) -> None:
+    (found,) = on_ranks(in_group, 1, world.folder, world.samples, ALONE)
     for one in found:
-        check(one, samples, folder)
+        world.check(one)
 
 
-def test_parallel_groups_route_as_given(folder: Path) -> None:
-    samples = given_routes()
-    for one in on_ranks(in_group, 2, folder, samples, PAIRS)[0]:
-        check(one, samples, folder)
+def test_parallel_groups_route_as_given(world: World) -> None:
+    for one in on_ranks(in_group, 2, world.folder, world.samples, PAIRS)[0]:
+        world.check(one)
 
 
 @pytest.mark.slow
-def test_groups_of_several_kinds_of_parallelism_route_as_given(folder: Path) -> None:
-    samples = given_routes()
-    for one in on_ranks(in_group, 4, folder, samples, FOURS)[0]:
-        check(one, samples, folder)
+def test_groups_of_several_kinds_of_parallelism_route_as_given(world: World) -> None:
+    for one in on_ranks(in_group, 4, world.folder, world.samples, FOURS)[0]:
+        world.check(one)
 
 
-def test_replaying_the_models_own_routes_changes_nothing(folder: Path) -> None:
+def test_replaying_the_models_own_routes_changes_nothing(world: World) -> None:
     """To the last bit: the weights of experts are computed from the same logits."""
-    _, _, routes = by_transformers(folder, SAMPLES)
-    pairs = zip(SAMPLES, routes, strict=True)
+    pairs = zip(SAMPLES, world.own, strict=True)
     samples = [replace(one, trajectory=replace(one.trajectory, routes=own)) for one, own in pairs]
-    ((free,),), ((replayed,),) = (on_ranks(in_group, 1, folder, each, ALONE[:1]) for each in (SAMPLES, samples))
+    ((free,),), ((replayed,),) = (on_ranks(in_group, 1, world.folder, each, ALONE[:1]) for each in (SAMPLES, samples))
     assert torch.equal(free.policy, replayed.policy)
     assert free.gradients.keys() == replayed.gradients.keys()
     for name, gradient in free.gradients.items():

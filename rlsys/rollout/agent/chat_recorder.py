@@ -20,9 +20,9 @@ from rlsys.config.schema import TaskConfig, TokenMode
 from rlsys.data.question import Question
 from rlsys.data.trajectory import Action, Branch, Finish, Trajectory, Turn
 from rlsys.errors import UserError
-from rlsys.rollout.agent.conversation_tree import ConversationTree, Message, RecentAnswers
-from rlsys.rollout.agent.recorder import Generation, Generator, Streaming, TurnSampling
-from rlsys.rollout.agent.tokens import Codec, SampledTurn, open_context
+from rlsys.rollout.agent.conversation_tree import ConversationTree, Message, Opening, RecentAnswers
+from rlsys.rollout.agent.recorder import Generation, Generator, Streaming, TurnSampling, sampled_turn
+from rlsys.rollout.agent.tokens import Codec, SampledTurn, known_routes, open_context
 
 TOOL_CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
 
@@ -123,16 +123,16 @@ class ChatRecorder:
             self._refuse_length(len(opening.input_ids), "task.max_total_tokens", self.task.max_total_tokens)
         if opening.parent is None and len(opening.input_ids) > self.task.max_prompt_tokens:
             self._refuse_length(len(opening.input_ids), "task.max_prompt_tokens", self.task.max_prompt_tokens)
-        budget = min(self.task.max_turn_tokens, room, asked.max_tokens or room)
+        sampling = self._sampling_of(asked, opening, room)
         began_ns, started = time_ns(), perf_counter()
         self._running += 1
         try:
-            generation = await self._sample_turn(opening.input_ids, asked, budget, on_text)
+            generation = await self._sample_turn(opening.input_ids, asked, sampling, on_text)
         finally:
             self._running -= 1
         reply = self._reply(asked, opening.input_ids, generation)
-        ids, ended = generation.token_ids, generation.finish == "stop"
-        sampled = SampledTurn(opening.input_ids, ids, generation.logprobs, generation.versions, ended)
+        ids = generation.token_ids
+        sampled = sampled_turn(opening.input_ids, generation, sampling)
         self._tree.add(opening, sampled, reply.message)
         self._turns[asked.id] = sampled
         self._facts[id(sampled)] = Turn(
@@ -193,7 +193,7 @@ class ChatRecorder:
             sentence = f"The episode has had its task.max_turns + 1 = {most} answers: end it, or raise the limit."
             raise Refused(sentence, code="turn_limit")
 
-    def _opened(self, asked: Asked) -> Any:
+    def _opened(self, asked: Asked) -> Opening:
         try:
             if asked.prompt is not None:
                 return self._tree.open_text(asked.prompt)
@@ -205,10 +205,20 @@ class ChatRecorder:
         sentence = f"The messages have {length} tokens, more than {key}={limit}: shorten them, or raise the limit."
         raise Refused(sentence, code="context_length_exceeded", param="messages")
 
-    async def _sample_turn(self, input_ids: list[int], asked: Asked, budget: int, on_text: OnText | None) -> Generation:
-        own = asked.sampling or self.sampling
-        stops = tuple(dict.fromkeys((*own.stop, *asked.stop)))
-        sampling = replace(own, stop=stops, max_new_tokens=budget)
+    def _sampling_of(self, asked: Asked, opening: Opening, room: int) -> TurnSampling:
+        own, parent = asked.sampling or self.sampling, opening.parent
+        return replace(
+            own,
+            stop=tuple(dict.fromkeys((*own.stop, *asked.stop))),
+            max_new_tokens=min(self.task.max_turn_tokens, room, asked.max_tokens or room),
+            routes_from=None
+            if self.sampling.routes_from is None
+            else known_routes([parent.turn] if parent else [], opening.input_ids),
+        )
+
+    async def _sample_turn(
+        self, input_ids: list[int], asked: Asked, sampling: TurnSampling, on_text: OnText | None
+    ) -> Generation:
         name = f"{self._question.uid}#{self._sample}.{self._number}"
         self._number += 1
         if on_text is None:

@@ -26,9 +26,9 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from rlsys.data.trajectory import Branch
+from rlsys.data.trajectory import Branch, Routes
 from rlsys.errors import UserError
-from rlsys.rollout.agent.tokens import UNSAMPLED, Codec, SampledTurn, TokenRecord
+from rlsys.rollout.agent.tokens import UNSAMPLED, Codec, SampledTurn, TokenRecord, no_routes
 
 K = TypeVar("K")
 V = TypeVar("V")
@@ -220,6 +220,7 @@ class ConversationTree:
         starts: list[Branch] = []
         logprobs: list[float] = []
         versions: list[int] = []
+        routes: list[tuple[int, Routes]] = []
         known: set[int] = set()
         first = 0
         for cause, path in self.branches():
@@ -232,6 +233,8 @@ class ConversationTree:
             versions += [UNSAMPLED] * unknown
             logprobs += [float("nan")] * unknown
             for each in path:
+                if each.turn.routes is not None:
+                    routes.append((start + each.turn.routes_from, each.turn.routes))
                 if id(each) not in known:
                     known.add(id(each))
                     begin = start + len(each.turn.input_ids)
@@ -240,6 +243,10 @@ class ConversationTree:
                     logprobs[begin:end], versions[begin:end] = each.turn.logprobs, each.turn.versions
                     turns.append(each.turn)
         owner = np.array(owners, np.int32)
+        whole = no_routes(turns, len(tokens))
+        for begin, part in routes:
+            if whole is not None:
+                whole[begin : begin + len(part)] = part
         record = TokenRecord(
             tokens=np.array(tokens, np.int32),
             prompt_length=first,
@@ -250,6 +257,7 @@ class ConversationTree:
             tokens_differing=0,
             response=self._codec.decode(tokens[first:]),
             truncated=False,
+            routes=whole,
         )
         return record, turns, tuple(starts)
 

@@ -20,9 +20,17 @@ import numpy as np
 
 from rlsys.config.schema import SamplingConfig, TaskConfig
 from rlsys.data.question import Question
-from rlsys.data.trajectory import Action, Finish, Trajectory, Turn
+from rlsys.data.trajectory import Action, Finish, Routes, Trajectory, Turn
 from rlsys.errors import UserError
-from rlsys.rollout.agent.tokens import Codec, Context, PartialEpisode, SampledTurn, joined, open_context
+from rlsys.rollout.agent.tokens import (
+    Codec,
+    Context,
+    PartialEpisode,
+    SampledTurn,
+    joined,
+    known_routes,
+    open_context,
+)
 from rlsys.rollout.tools.calls import ToolResult
 
 OnTokens = Callable[[list[int]], None]
@@ -40,6 +48,8 @@ class TurnSampling:
     """Strings that end the generation; they stay in its text."""
     max_new_tokens: int = 0
     """Set by the episode for every turn."""
+    routes_from: int | None = None
+    """First token of the input whose experts shall be returned, set by the episode for every turn; None for none."""
 
 
 def training_sampling(rollouts: SamplingConfig) -> TurnSampling:
@@ -68,6 +78,9 @@ class Generation:
     """Input tokens found in the prefix cache."""
     versions: list[int]
     """[len(token_ids)] weight version that sampled each token."""
+    routes: Routes | None = None
+    """Routes of the tokens from `TurnSampling.routes_from` on, input included, without the last sampled one, which the
+    model has not read. None if they were not asked for, or the engine was aborted."""
 
 
 class Generator(Protocol):
@@ -205,10 +218,13 @@ class Recorder:
             raise EpisodeOver(Finish.TOKEN_LIMIT)
         budget = min(self.task.max_turn_tokens, self.room)
         stops = tuple(dict.fromkeys((*self._sampling.stop, *stop)))
+        sampling = replace(self._sampling, stop=stops, max_new_tokens=budget)
+        if sampling.routes_from is not None:
+            sampling = replace(sampling, routes_from=known_routes(self._sampled, inputs))
         began_ns, started = time_ns(), perf_counter()
         generation = await self._generator.generate(
             inputs,
-            replace(self._sampling, stop=stops, max_new_tokens=budget),
+            sampling,
             rid=f"{self._question.uid}#{self._sample}.{number}",
         )
         parsed = parse(self.codec.decode(generation.token_ids), generation)
@@ -220,8 +236,7 @@ class Recorder:
             generate_s=perf_counter() - started,
             began_ns=began_ns,
         )
-        ended_itself = generation.finish == "stop"
-        sampled = SampledTurn(inputs, generation.token_ids, generation.logprobs, generation.versions, ended_itself)
+        sampled = sampled_turn(inputs, generation, sampling)
         self.turns.append(turn)
         self._add(context, turn.text, sampled)
         if generation.finish == "abort":
@@ -267,6 +282,7 @@ class Recorder:
             logprobs=joined((turn.logprobs for turn in sampled), np.float32),
             versions=joined((turn.versions for turn in sampled), np.int32),
             ended_itself=np.array([turn.ended_itself for turn in sampled], np.bool_),
+            routes=_joined_routes(sampled),
         )
 
     def trajectory(self, finish: Finish) -> Trajectory:
@@ -285,6 +301,7 @@ class Recorder:
         """Append the turns of `progress` to a context that has the prompt alone."""
         ends = accumulate((turn.generated_tokens for turn in progress.turns), initial=0)
         sampled = (progress.token_ids, progress.logprobs, progress.versions)
+        routes = progress.routes
         waiting = ""
         for turn, (start, end), ended in zip(
             progress.turns, pairwise(ends), progress.ended_itself.tolist(), strict=True
@@ -295,7 +312,12 @@ class Recorder:
                 context.add_observation(waiting)
                 waiting = ""
                 ids, logprobs, versions = (array[start:end].tolist() for array in sampled)
-                self._add(context, turn.text, SampledTurn(context.input_ids(), ids, logprobs, versions, ended))
+                whole = SampledTurn(context.input_ids(), ids, logprobs, versions, ended)
+                if routes is not None:
+                    first = known_routes(self._sampled, whole.input_ids)
+                    rows = len(whole.ids) - 1 - first
+                    whole, routes = replace(whole, routes=routes[:rows], routes_from=first), routes[rows:]
+                self._add(context, turn.text, whole)
             waiting += turn.observation
         context.add_observation(waiting)
 
@@ -306,6 +328,26 @@ class Recorder:
 
 _NOTHING = SampledTurn((), (), (), (), ended_itself=True)
 """Engine call of a further call."""
+
+
+def sampled_turn(input_ids: Sequence[int], generation: Generation, sampling: TurnSampling) -> SampledTurn:
+    """Return the engine call that `generation` answers."""
+    return SampledTurn(
+        input_ids,
+        generation.token_ids,
+        generation.logprobs,
+        generation.versions,
+        ended_itself=generation.finish == "stop",
+        routes=generation.routes,
+        routes_from=sampling.routes_from or 0,
+    )
+
+
+def _joined_routes(turns: Sequence[SampledTurn]) -> Routes | None:
+    """Return the routes of all turns, joined; None if a turn with tokens has none."""
+    found = [turn.routes for turn in turns if turn.input_ids]
+    known = [routes for routes in found if routes is not None]
+    return np.concatenate(known) if known and len(known) == len(found) else None
 
 
 def _turn_of(parsed: Parsed) -> Turn:

@@ -12,6 +12,7 @@ returns O; the engine samples c. The record is as follows (in `retokenize` mode,
     turn_of_token     -1    0    0   -1    1
     versions          -1    7    7   -1    8
     rollout_logprobs  nan  -.3  -.9  nan  -.1
+    routes from turn   0    0    1    1    -
 
 Invariants, in both modes:
 - No token that contains a character of the prompt or of an observation is trained.
@@ -23,12 +24,16 @@ Invariants, in both modes:
 - A recorded version is never later than the true version, so a bound on recorded staleness bounds the true staleness.
   The recorded version is exact if the engine call had the same token after the same tokens. This always holds in
   `append` mode. In `retokenize` mode, any other generated token has the oldest version of its turn.
+- `routes[t]`, if the engine returns routes, are the experts with which the engine computed `tokens[t]` after exactly
+  `tokens[:t]`, or, in the last turn that has `tokens[t]`, after tokens that re-tokenisation changed. Unknown are the
+  routes of the last token, which no engine call computed, and of the tokens of a turn from the first to the last that
+  re-tokenisation changed, unless a later turn read them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, Protocol, TypeVar
 
@@ -37,7 +42,7 @@ from numpy.typing import NDArray
 
 from rlsys.config.schema import TokenMode
 from rlsys.data.question import Question
-from rlsys.data.trajectory import Finish, Trajectory, Turn
+from rlsys.data.trajectory import Finish, Routes, Trajectory, Turn, unrouted
 from rlsys.errors import UserError
 
 Number = TypeVar("Number", bound=np.generic)
@@ -171,6 +176,14 @@ class SampledTurn:
     """Weight version that sampled each token."""
     ended_itself: bool
     """True if the engine stopped at a stop string or an end-of-sequence token, not at a limit."""
+    routes: Routes | None = None
+    """Routes of the input and output tokens from number `routes_from` on, without the last one; None if not asked for."""
+    routes_from: int = 0
+
+    @property
+    def ids(self) -> list[int]:
+        """Input and output tokens."""
+        return [*self.input_ids, *self.output_ids]
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,6 +200,7 @@ class TokenRecord:
     response: str
     truncated: bool
     """True if tokens were cut off at the end to keep the limit."""
+    routes: Routes | None
 
     def trajectory(
         self,
@@ -213,6 +227,7 @@ class TokenRecord:
             finish=Finish.TOKEN_LIMIT if self.truncated else finish,
             sampled_ids=joined((turn.output_ids for turn in sampled), np.int32),
             sampled_logprobs=joined((turn.logprobs for turn in sampled), np.float32),
+            routes=self.routes,
             **episode,
         )
 
@@ -383,16 +398,19 @@ def _record(
         versions[of_turn] = min(turn.versions, default=UNSAMPLED)
         differing += _count_differing(turn.output_ids, final[of_turn].tolist())
         start = len(turn.input_ids)
-        end = _common_prefix([*turn.input_ids, *turn.output_ids], final)
+        end = _common_prefix(turn.ids, final)
         if end > start:
             as_sampled = start + np.flatnonzero(of_turn[start:end])
             logprobs[as_sampled] = np.array(turn.logprobs, dtype=np.float32)[as_sampled - start]
             versions[as_sampled] = np.array(turn.versions, dtype=np.int32)[as_sampled - start]
+    routes = _routes(turns, final, owner)
     if closing_eos is not None and length < limit:
         final = np.append(final, np.int32(closing_eos))
         owner = np.append(owner, np.int32(len(turns) - 1))
         logprobs = np.append(logprobs, np.float32(np.nan))
         versions = np.append(versions, np.int32(UNSAMPLED))
+        if routes is not None:
+            routes = np.append(routes, np.full_like(routes[:1], unrouted(routes)), axis=0)
     return TokenRecord(
         tokens=final,
         prompt_length=min(prompt_length, length),
@@ -403,7 +421,42 @@ def _record(
         tokens_differing=differing,
         response=response,
         truncated=length < len(tokens),
+        routes=routes,
     )
+
+
+def _routes(turns: Sequence[SampledTurn], final: NDArray[np.int32], owner: NDArray[np.int32]) -> Routes | None:
+    """Return the routes of the final tokens; None if no turn has any. A later turn replaces those of an earlier one."""
+    routes = no_routes(turns, len(final))
+    for index, turn in enumerate(turns):
+        if routes is None or turn.routes is None:
+            continue
+        ids, first, known = turn.ids, turn.routes_from, turn.routes_from + len(turn.routes)
+        same = _common_prefix(ids, final)
+        end = max(first, min(same, known))
+        routes[first:end] = turn.routes[: end - first]
+        # After a changed token, tokens of the turn count as unchanged from its end backwards: nothing finer is linear.
+        own = np.flatnonzero(owner == index)
+        tail = _common_prefix(turn.output_ids[::-1], final[own[::-1]])
+        before = np.arange(len(ids) - tail, known)
+        after = own[len(own) - tail :][: len(before)]
+        changed = after >= same
+        routes[after[changed]] = turn.routes[before[changed] - first]
+    return routes
+
+
+def no_routes(turns: Sequence[SampledTurn], length: int) -> Routes | None:
+    """Return unknown routes of `length` tokens in the form of those of `turns`; None if no turn has any."""
+    known = next((turn.routes for turn in turns if turn.routes is not None), None)
+    return None if known is None else np.full((length, *known.shape[1:]), unrouted(known), known.dtype)
+
+
+def known_routes(turns: Sequence[SampledTurn], input_ids: Sequence[int]) -> int:
+    """Return the number of tokens at the beginning of `input_ids` whose routes `turns` have."""
+    last = next((turn for turn in reversed(turns) if turn.routes is not None), None)
+    if last is None or last.routes is None:
+        return 0
+    return min(last.routes_from + len(last.routes), _common_prefix(last.ids, np.array(input_ids, np.int32)))
 
 
 def _count_differing(sampled: Sequence[int], trained: Sequence[int]) -> int:
@@ -457,6 +510,8 @@ class PartialEpisode:
     """[sampled] weight version that sampled each token."""
     ended_itself: NDArray[np.bool_]
     """[turns] `SampledTurn.ended_itself` of each turn."""
+    routes: Routes | None = field(default=None, metadata={"added later": True})
+    """`SampledTurn.routes` of all turns, joined; None if a turn has none."""
 
 
 def begun_episode(question_uid: str, sample: int) -> PartialEpisode:

@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 
 from rlsys.rollout.agent.conversation_tree import Cause, ConversationTree, Opening
-from rlsys.rollout.agent.tokens import SampledTurn
+from rlsys.rollout.agent.tokens import SampledTurn, known_routes
+from tests.rollout.agent.scripted import routes_of
 from tests.support.chat_templates import Message, Template
 
 WORDS = [
@@ -78,7 +79,12 @@ class Client:
         logprobs = [-float(self.sampled + at) for at in range(len(ids))]
         self.sampled += len(ids)
         version = len(self.calls)
-        turn = SampledTurn(opening.input_ids, ids, logprobs, [version + at // 3 for at in range(len(ids))], True)
+        whole, first = (
+            [*opening.input_ids, *ids],
+            known_routes([opening.parent.turn] if opening.parent else [], opening.input_ids),
+        )
+        versions = [version + at // 3 for at in range(len(ids))]
+        turn = SampledTurn(opening.input_ids, ids, logprobs, versions, True, routes_of(whole, first), first)
         answer: dict[str, Any] = {"role": "assistant", "content": self.template.codec.decode(ids)}
         if tools and self.random.random() < 0.5:
             answer["tool_calls"] = [self._tool_call() for _ in range(self.random.choice([1, 1, 2]))]
@@ -211,6 +217,9 @@ def check(tree: ConversationTree, calls: Sequence[Call]) -> Counter[str]:
             owner_of[logprob] = (call, at)
     seen = set()
     for begin, end in zip(starts, [*starts[1:], len(tokens)], strict=True):
+        assert record.routes is not None
+        assert np.array_equal(record.routes[begin : end - 1], routes_of(tokens[begin:end])), "a token has other experts"
+        assert (record.routes[end - 1] == 255).all(), "the engine has not read the last token"
         for place in np.flatnonzero(mask[begin:end]) + begin:
             call, at = owner_of[float(record.rollout_logprobs[place])]
             context = [*call.turn.input_ids, *call.turn.output_ids[: at + 1]]

@@ -7,8 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from rlsys.config.schema import TaskConfig
 from rlsys.data.question import Question
+from rlsys.data.trajectory import Routes
 from rlsys.rollout.agent.episode import EpisodeTools
 from rlsys.rollout.agent.recorder import Generation, TurnSampling
 from rlsys.rollout.agent.tokens import Codec
@@ -68,6 +71,14 @@ class Script:
             self.halted.set()
             await asyncio.Event().wait()
         await asyncio.sleep(0)
+
+
+def routes_of(ids: Sequence[int], first: int = 0) -> Routes:
+    """Routes of the tokens from `first` on but the last: each depends on its token and all tokens before it."""
+    place = np.arange(1, len(ids), dtype=np.uint64)
+    mixed = (np.array(ids[:-1], np.uint64) + np.uint64(1)) * place * np.uint64(0x9E3779B97F4A7C15)
+    seen = (mixed ^ mixed >> np.uint64(29)).cumsum()[first:, None] >> np.arange(0, 48, 8, dtype=np.uint64)
+    return (seen % np.uint64(255)).astype(np.uint8).reshape(-1, 2, 3)
 
 
 def task(**changes: Any) -> TaskConfig:
