@@ -101,7 +101,8 @@ class SglangWeights(WeightCheck):
 
     def _piece(self, entry: Entry, index: int, part: Tensor, rank: int) -> Tensor:
         """Return the shard that `rank` holds of one part of an engine tensor."""
-        tp, cut, kv_heads = self._layout.tp, entry.rule.cut, self._weights.architecture.kv_heads
+        tp, kv_heads = self._layout.tp, self._weights.architecture.kv_heads
+        cut = entry.rule.engine_cut or entry.rule.cut
         if cut is Cut.WHOLE:
             return part
         if cut is Cut.QKV and index > 0 and kv_heads < tp:

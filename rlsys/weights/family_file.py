@@ -17,6 +17,7 @@ A built-in family is `family/<model_type>.yaml`; `model.family` names a file of 
   - `cut`: a value of `Cut`.
   - `hf`: its Hugging Face tensors, with their shapes.
   - `engine`: name of the tensor in SGLang, if SGLang fuses the Hugging Face tensors, or those of all experts, into one.
+  - `engine_cut`: the cut that SGLang makes, if it is another one.
   - `also`: its name under Transformer Engine, which fuses norms into the next linear layer and keeps all experts of a
     layer in one module.
   - `when`: condition for its presence: a flag of `Architecture`, or the kind of head (`logits` or `values`).
@@ -30,6 +31,7 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from string import Formatter
 from typing import Any
@@ -43,7 +45,7 @@ FAMILIES = Path(__file__).with_name("family")
 _SECTIONS = ("defaults", "config", "only", "tensors")
 _KEYS = ("extends", "layer_spec", *_SECTIONS)
 _ONLY = {"values": list, "else": str, "computes": bool}
-_TENSOR = {"cut": str, "hf": dict, "engine": str, "also": str, "when": str, "tied": str}
+_TENSOR = {"cut": str, "hf": dict, "engine": str, "engine_cut": str, "also": str, "when": str, "tied": str}
 _TYPES = {list: "a list", str: "text", bool: "true or false", dict: "a map"}
 
 
@@ -75,6 +77,13 @@ class Family:
 def family_names() -> list[str]:
     """Return the built-in families, which are values of `model_type`, sorted."""
     return sorted(file.stem for file in FAMILIES.glob("[!_]*.yaml"))
+
+
+@cache
+def unsupported_types() -> dict[str, str]:
+    """Return the known values of `model_type` that are refused, and why: the end of a sentence."""
+    found: dict[str, str] = yaml.safe_load((FAMILIES / "_unsupported.yaml").read_text(encoding="utf-8"))
+    return found
 
 
 def read_family(name: str, words: Words) -> Family:
@@ -158,7 +167,13 @@ class _Reader:
     def _check_tensor(self, name: str, tensor: Any, tensors: Mapping[str, Any]) -> None:
         where, words = f"tensors.{name}", self._words
         self._check_keys(where, tensor, _TENSOR, ("cut", "hf"))
-        for key, choices in (("cut", words.parts), ("when", words.conditions), ("tied", tensors)):
+        choices: Collection[str]
+        for key, choices in (
+            ("cut", words.parts),
+            ("engine_cut", words.parts),
+            ("when", words.conditions),
+            ("tied", tensors),
+        ):
             if key in tensor and tensor[key] not in choices:
                 raise self._problem(f"{where}.{key}", tensor[key], _choices(choices), "unknown")
         hf, counts = tensor["hf"], words.parts[tensor["cut"]]

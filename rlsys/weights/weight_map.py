@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from rlsys.config.custom import REQUIRED, Custom, OwnComponent, own_component
 from rlsys.config.schema import Dtype
 from rlsys.errors import Code, UserError
-from rlsys.weights.family_file import Family, Words, family_names, read_family
+from rlsys.weights.family_file import Family, Words, family_names, read_family, unsupported_types
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -129,6 +129,7 @@ class Rule:
     cut: Cut
     exported: bool = True  # False for a copy of a tensor that another rule exports.
     engine: str | None = None  # SGLang's name, with the same placeholders, if it fuses the Hugging Face tensors.
+    engine_cut: Cut | None = None  # The cut that SGLang makes, if it is not `cut`.
 
     @property
     def per_layer(self) -> bool:
@@ -200,7 +201,8 @@ def rules_of(architecture: Architecture, values: bool = False) -> tuple[Rule, ..
         names = (name, tensor["also"]) if "also" in tensor else (name,)
         shapes = (tuple(sizes.get(size, size) for size in shape) for shape in source["hf"].values())
         cut, fused = Cut(tensor["cut"]), tensor.get("engine")
-        rules.append(Rule(names, tuple(source["hf"]), tuple(shapes), cut, exported=not copy, engine=fused))
+        of_engine = Cut(tensor["engine_cut"]) if "engine_cut" in tensor else None
+        rules.append(Rule(names, tuple(source["hf"]), tuple(shapes), cut, not copy, fused, of_engine))
     return tuple(rules)
 
 
@@ -239,9 +241,10 @@ def architecture_of(config: Any, family: str | None = None, *, weights_only: boo
     keys: dict[str, Any] = dict(config if isinstance(config, Mapping) else config.to_dict())
     kind = family or keys.get("model_type")
     if family is None and kind not in family_names():
+        reason = unsupported_types().get(str(kind))
         raise UserError(
-            f"model_type is {kind}, which is not supported: use one of {', '.join(family_names())}, or set model.family "
-            "to a YAML file of your own.",
+            f"model_type is {kind}, which is not supported{f', because {reason}' if reason else ''}: use one of "
+            f"{', '.join(family_names())}, or set model.family to a YAML file of your own.",
             code="unsupported",
             key="model_type",
         )

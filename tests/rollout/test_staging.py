@@ -164,6 +164,9 @@ def test_vocabulary_is_padded_and_a_tied_output_layer_is_no_tensor_of_the_engine
     assert prediction(QWEN2, layout(), sent) == tied
     both = [held | {"lm_head.weight": values} for held, values in zip(tied, padded, strict=True)]
     assert prediction(weight_map(tied=False), layout(), sent) == both
+    # SGLang's Gemma 3 holds its embedding whole on every rank.
+    whole = [{"model.embed_tokens.weight": [*range(1, 66)]}] * 2
+    assert prediction(weight_map("gemma3_text"), layout(), sent) == whole
 
 
 def test_missing_extra_and_changed_tensors_are_named() -> None:

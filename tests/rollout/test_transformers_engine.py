@@ -14,9 +14,9 @@ import pytest
 import pytest_asyncio
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen2ForCausalLM
 
-from rlsys.config.schema import Device, Dtype, TransformersConfig
+from rlsys.config.schema import Device, Dtype, ParallelConfig, TransformersConfig
 from rlsys.errors import RunError
 from rlsys.rollout.agent.episode import EngineDied
 from rlsys.rollout.agent.recorder import TurnSampling
@@ -25,8 +25,11 @@ from rlsys.weights.transport import Bucket
 from tests.rollout.bench import endless, greedy, greedy_by_transformers, logprobs_of
 from tests.rollout.contract import ENDS, End, check_end, check_end_token
 from tests.support import tiny
+from tests.support.megatron_processes import Group, on_ranks
 from tests.support.refusals import refused
 from tests.support.tensors import digest_of, pack
+from tests.support.tiny_models import BUILT_IN, tiny_model
+from tests.trainer.harness import export, make_actor
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 CHANGED = "model.layers.1.self_attn.k_proj.weight"
@@ -103,6 +106,35 @@ async def test_greedy_requests_that_join_one_another_are_those_of_transformers(w
         assert generation.token_ids == greedy_by_transformers(world.first, ids, 30 + 5 * number)
         assert set(generation.versions) == {version}
         assert_logprobs(world.first, ids, generation.token_ids, generation.logprobs)
+
+
+def _exported(group: Group, model: Path) -> list[Bucket]:
+    actor = make_actor(group, model, ParallelConfig(tp=2, sequence_parallel=True))
+    actor.load_hf(model)
+    return export(actor, bucket_bytes=100_000)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", BUILT_IN)
+async def test_weights_sent_by_megatron_generate_greedily_as_in_transformers(family: str, tmp_path: Path) -> None:
+    """The engine starts with another model of the family. The prompt is longer than any window."""
+    first, second = (tiny_model(family, tmp_path / str(seed), seed) for seed in range(2))
+    buckets = on_ranks(_exported, 2, second)[0]
+    before, after = (AutoModelForCausalLM.from_pretrained(path) for path in (first, second))
+    ids = list(range(10, 50))
+    engine = new_engine(first)
+    await engine.start()
+    try:
+        await engine.begin_update(1)
+        for bucket in buckets:
+            await engine.load_bucket(bucket)
+        await engine.finish_update(1, digest_of(buckets))
+        generation = await engine.generate(ids, greedy(40), "greedy")
+    finally:
+        await engine.stop()
+    said = greedy_by_transformers(after, ids, 40)
+    assert generation.token_ids == said
+    assert said != greedy_by_transformers(before, ids, 40)
 
 
 @pytest.mark.parametrize(("top_p", "top_k"), [(1.0, -1), (0.7, -1), (1.0, 4), (0.7, 4), (0.9, 2)])

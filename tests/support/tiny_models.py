@@ -16,10 +16,12 @@ from transformers import (
     Gemma3TextConfig,
     Glm4Config,
     LlamaConfig,
+    MinistralConfig,
     MistralConfig,
     Phi3Config,
     PretrainedConfig,
     PreTrainedTokenizerFast,
+    Qwen3Config,
     Qwen3MoeConfig,
 )
 
@@ -84,6 +86,15 @@ def _gemma3(**sizes: object) -> PretrainedConfig:
     )
 
 
+def _ministral(**sizes: object) -> PretrainedConfig:
+    kinds = ["sliding_attention", "full_attention"] * (LAYERS // 2)
+    return MinistralConfig(**sizes, head_dim=32, sliding_window=32, layer_types=kinds)
+
+
+def _qwen3(**sizes: object) -> PretrainedConfig:
+    return Qwen3Config(**sizes, head_dim=32)
+
+
 def _exaone4(**sizes: object) -> PretrainedConfig:
     return Exaone4Config(**sizes, sliding_window=32, sliding_window_pattern=2)
 
@@ -93,10 +104,14 @@ _RANDOM: dict[str, Callable[..., PretrainedConfig]] = {
     "gemma3_text": _gemma3,
     "glm4": _glm4,
     "llama": _llama,
+    "ministral": _ministral,
     "mistral": _mistral,
     "phi3": _phi3,
+    "qwen3": _qwen3,
     "qwen3_moe": _qwen3_moe,
 }
+BUILT_IN = tuple(family for family in _RANDOM if family != "exaone4")
+"""Built-in families with random models."""
 
 
 def tiny_model(family: str, folder: Path, seed: int = 0) -> Path:

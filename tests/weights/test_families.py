@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 from safetensors.torch import load_file
-from transformers import AutoConfig, PretrainedConfig
+from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig
 
 from rlsys.errors import Code
-from rlsys.weights.family_file import family_names
+from rlsys.weights.family_file import family_names, unsupported_types
 from rlsys.weights.weight_map import (
     RopeScaling,
     WeightMap,
@@ -288,6 +288,14 @@ def test_family_of_ones_own_is_one_file(tmp_path: Path) -> None:
         architecture_of(config | {"odd": 2}, own)
     with refused("unsupported", "model_type"):
         architecture_of(config)
+
+
+@pytest.mark.parametrize("kind", unsupported_types())
+def test_known_type_that_is_not_built_is_refused_with_what_is_missing(kind: str) -> None:
+    assert kind in CONFIG_MAPPING, "a type of transformers"
+    with refused("unsupported", "model_type") as caught:
+        architecture_of(LLAMA_8B | {"model_type": kind})
+    assert unsupported_types()[kind] in str(caught.value)
 
 
 @pytest.mark.parametrize("family", ["nothing", "nothing.yaml"])
