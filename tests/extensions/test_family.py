@@ -32,6 +32,8 @@ from tests.trainer.test_against_transformers import check_training
 
 FAMILY = reference.OWN_FAMILY
 TOYS = "tests.extensions.family_toys"
+SGLANG_RUNS = dict.fromkeys(("gemma3_text", "glm4", "mistral", "phi3"), "null") | {"exaone4": FAMILY}
+"""Tiny model -> its family as in `model.family`; SGLang runs each on a CPU."""
 
 
 @pytest.fixture
@@ -73,10 +75,7 @@ def test_config_alone_chooses_the_family(exaone: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.engine
-@pytest.mark.parametrize(
-    ("model", "family"),
-    [("mistral", "null"), ("phi3", "null"), ("gemma3_text", "null"), ("glm4", "null"), ("exaone4", FAMILY)],
-)
+@pytest.mark.parametrize(("model", "family"), SGLANG_RUNS.items())
 def test_run_with_sglang_by_config_alone(model: str, family: str, tmp_path: Path) -> None:
     """After every update, SGLang's tensors have the predicted hashes. Its log-probs equal Megatron's."""
     run = Finished(

@@ -16,6 +16,7 @@ from rlsys.trainer.forward import context_shares, forward
 from rlsys.trainer.model.stage_model import PolicyModel
 from rlsys.weights.hf_io import HfReader
 from rlsys.weights.weight_map import read_architecture
+from scripts import models_reference
 from tests.support.megatron_processes import Group, on_ranks
 from tests.trainer import reference
 from tests.trainer.harness import local_model
@@ -88,3 +89,8 @@ def _expected(path: Path) -> Tensor:
     """Logits that transformers computes at the position before each target, row by row."""
     with torch.no_grad():
         return reference.load(path)(torch.tensor(_batch().tokens)).logits[:, :-1].flatten(0, 1)
+
+
+def test_page_of_models_lists_families_and_what_tests_cover() -> None:
+    page = models_reference.PAGE.read_text(encoding="utf-8")
+    assert models_reference.with_tables(page) == page, f"run `{models_reference.COMMAND}`"
