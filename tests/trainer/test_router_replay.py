@@ -57,10 +57,11 @@ PAIRS = (
     Run(ParallelConfig(tp=2, sequence_parallel=True), ParallelConfig(pp=2, pp_layers=[1, 2]), packed=False),
     Run(ParallelConfig(pp=2, pp_layers=[2, 1]), ParallelConfig(cp=2), recompute=True),
 )
+EVERY = ParallelConfig(tp=2, pp=2, ep=2, sequence_parallel=True, pp_layers=[2, 1])
 FOURS = (
     Run(ParallelConfig(tp=2, cp=2, sequence_parallel=True), ParallelConfig(cp=2, pp=2, pp_layers=[2, 1])),
-    Run(ParallelConfig(pp=2, ep=2, pp_layers=[1, 2]), ParallelConfig(tp=2, pp=2, ep=2, sequence_parallel=True)),
-    Run(ParallelConfig(tp=2, pp=2, ep=2, sequence_parallel=True), ParallelConfig(cp=2, ep=2), recompute=True),
+    Run(ParallelConfig(pp=2, ep=2, pp_layers=[1, 2]), replace(EVERY, pp_layers=[1, 2])),
+    Run(EVERY, ParallelConfig(cp=2, ep=2), recompute=True),
 )
 
 

@@ -75,10 +75,9 @@ class Script:
 
 def routes_of(ids: Sequence[int], first: int = 0) -> Routes:
     """Routes of the tokens from `first` on but the last: each depends on its token and all tokens before it."""
-    place = np.arange(1, len(ids), dtype=np.uint64)
-    mixed = (np.array(ids[:-1], np.uint64) + np.uint64(1)) * place * np.uint64(0x9E3779B97F4A7C15)
-    seen = (mixed ^ mixed >> np.uint64(29)).cumsum()[first:, None] >> np.arange(0, 48, 8, dtype=np.uint64)
-    return (seen % np.uint64(255)).astype(np.uint8).reshape(-1, 2, 3)
+    mixed = (np.array(ids[:-1], np.int64) + 1) * np.arange(1, len(ids)) * 0x5E3779B97F4A7C15  # Overflows wrap around.
+    seen = (mixed ^ mixed >> 29).cumsum()[first:, None] >> np.arange(0, 48, 8)
+    return (seen % 255).astype(np.uint8).reshape(-1, 2, 3)
 
 
 def task(**changes: Any) -> TaskConfig:
