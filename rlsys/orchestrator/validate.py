@@ -471,19 +471,14 @@ def _pages(search: SearchConfig, tools: str) -> Iterator[Problem]:
 
 def _sources(config: RunConfig) -> Iterator[Problem]:
     task, curriculum = config.task, config.task.curriculum
-    if not task.sources:
-        for key, path in (("task.train_path", task.train_path), ("task.eval_path", task.eval_path)):
-            if path is None:
-                yield Problem(
-                    key, f"{key} is null: give the path of a jsonl or parquet file, or task.sources.", "missing"
-                )
-    else:
-        for key, path in (("task.train_path", task.train_path), ("task.eval_path", task.eval_path)):
-            if path is not None:
-                yield Problem.of(f"{key}={path} contradicts task.sources, which have their own files: set it to null.")
-        if not heldout_files(task):
-            sentence = "task.sources has no held-out questions: give at least one source an eval_path."
-            yield Problem("task.sources", sentence, "missing")
+    for key, path in (("task.train_path", task.train_path), ("task.eval_path", task.eval_path)):
+        if task.sources and path is not None:
+            yield Problem.of(f"{key}={path} contradicts task.sources, which have their own files: set it to null.")
+        elif not task.sources and path is None:
+            yield Problem(key, f"{key} is null: give the path of a jsonl or parquet file, or task.sources.", "missing")
+    if task.sources and not heldout_files(task):
+        sentence = "task.sources has no held-out questions: give at least one source an eval_path."
+        yield Problem("task.sources", sentence, "missing")
     for name, source in task.sources.items():
         if not re.fullmatch(r"[A-Za-z]\w*", name, re.ASCII):
             sentence = f"task.sources has a source named {name!r}: use letters, digits and underscores, a letter first."

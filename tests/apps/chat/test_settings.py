@@ -102,6 +102,19 @@ def test_tokens_and_tools_of_a_found_config_are_reported_and_not_trusted(
     assert asked.config.search.token_env is None
 
 
+def test_a_conversation_has_the_tools_of_the_task_and_the_prompts_of_the_first_source(
+    run: Path, tree: dict[str, Any]
+) -> None:
+    """The tools of a source are not imported: the modules here do not exist."""
+    rows = {"train_path": tree["task"]["train_path"], "tools": ["no.such.Tool"], "reward": {"no.such.term": 1}}
+    sources = {"one": rows, "two": rows | {"train_path": "none.jsonl"}}
+    task = {"train_path": None, "eval_path": None, "sources": sources}
+    save(run, tree, task=task | {"curriculum": {"easy_threshold": 0.9}})
+    found = settings(run)
+    assert found.prompt("how far") == "Q: how far?\nA:"
+    assert (found.config.task.sources, found.config.task.tools, found.config.task.max_turns) == ({}, [], 7)
+
+
 def test_interpolation_in_a_found_config_reads_nothing_of_the_environment(
     run: Path, tree: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
