@@ -435,8 +435,8 @@ class CustomTool(Custom):
 
 @dataclass
 class SourceConfig:
-    """One source of questions. Its name has letters, digits and underscores, a letter first. What is null is as in `task`
-    and `reward`; see docs/how-to/sources.md."""
+    """One source of questions. Its name has letters, digits and underscores, a letter first. What is null is as in
+    `task` and `reward`; see docs/how-to/sources.md."""
 
     train_path: str = REQUIRED
     """Training questions: jsonl or parquet file in Search-R1's row format."""
@@ -463,8 +463,8 @@ class SourceConfig:
 
 @dataclass
 class CurriculumConfig:
-    """Schedule of the sources by difficulty: a source that the policy passes nearly always or nearly never is drawn less
-    often. See docs/how-to/sources.md."""
+    """Schedule of the sources by difficulty: a source that the policy passes nearly always or nearly never is drawn
+    less often. See docs/how-to/sources.md."""
 
     easy_threshold: Share | None = None
     """Pass rate of a source from which it is easy; null calls none easy."""

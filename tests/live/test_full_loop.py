@@ -114,7 +114,10 @@ def test_run_folder_has_config_charts_trace_samples_and_tensorboard(run: Finishe
     assert "exact match" in run.printed
 
 
-ELSEWHERE = ("judge/", "tool/", "gateway/", "correction/", "time/values", "time/switch", "time/checkpoint", "mfu/")
+ELSEWHERE = (
+    *("judge/", "tool/", "gateway/", "sources/", "distillation/", "correction/", "actor/llds_loss"),
+    *("time/values", "time/switch", "time/checkpoint", "mfu/"),
+)
 CRITIC = ("rewards", "returns", "values", "v", "kl", "grad_norm", "lr")
 """Metrics of features that the demo lacks."""
 
