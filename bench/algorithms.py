@@ -3,10 +3,10 @@
     python -m bench.algorithms                      # every preset, three seeds; about two hours on two cores
     python -m bench.algorithms --preset grpo --preset grpo_muon --seeds 5
 
-Every run is an `rlsys train` with the settings of its row (`ROWS`): a preset, or GRPO with Muon. Weights, questions, episodes and optimiser steps are the same for
-all presets. Held-out exact match is measured with greedy decoding before the first step and after each step. Results
-are added to outputs/bench/algorithms.json after each run; a seed that the file has with the same steps and questions is
-not repeated.
+Every run is an `rlsys train` with the settings of its row (`ROWS`): a preset, or GRPO with Muon. Weights, questions,
+episodes and optimiser steps are the same for all rows. Held-out exact match is measured with greedy decoding before the
+first step and after each step. Results are added to outputs/bench/algorithms.json after each run; a seed that the file
+has with the same steps and questions is not repeated.
 """
 
 from __future__ import annotations

@@ -7,11 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from rlsys.config.schema import AdamwConfig, Dtype, LrDecay, MuonConfig, OptimizerConfig, SgdConfig
 from rlsys.trainer import optimizer as adam
 from rlsys.trainer.actor import Actor
 from rlsys.trainer.model.stage_model import PolicyModel, TargetLogitsModel
+from rlsys.weights.weight_map import WeightMap, architecture_of
 from tests.support.megatron_processes import Group, on_ranks
 from tests.trainer import reference
 from tests.trainer.harness import TOTAL_STEPS, Layout, make_actor, weights_of
@@ -176,6 +178,17 @@ def test_steps_equal_those_of_a_reference_and_resume_exactly(
     for name, tensor in reference.named_tensors(model).items():
         torch.testing.assert_close(found["trained"][name], tensor, rtol=2e-5, atol=2e-5, msg=name)
     assert any((found["trained"][name] - tensor).abs().max() > 1e-3 for name, tensor in before.items())
+
+
+@pytest.mark.parametrize("family", reference.TINY)
+def test_muon_steps_the_matrices_of_layers_but_the_router(family: str) -> None:
+    config = reference.TINY[family](layers=2, tied=False)
+    model = AutoModelForCausalLM.from_config(config)
+    linears = {f"{name}.weight" for name, one in model.named_modules() if isinstance(one, torch.nn.Linear)}
+    experts = {name for name in reference.named_tensors(model) if ".experts." in name}
+    entries = WeightMap(architecture_of(config)).entries()
+    found = {name for entry in entries if entry.rule.of_matrices for name in entry.hf}
+    assert found == linears - {"lm_head.weight"} | experts
 
 
 def _last_step(group: Group, model: Path, folder: Path) -> dict[str, torch.Tensor]:
