@@ -191,8 +191,8 @@ def _layout(config: RunConfig) -> Iterator[Problem]:
     if config.algorithm.router_replay is RouterReplay.r3 and not architecture.experts:
         yield Problem(
             "algorithm.router_replay",
-            f"algorithm.router_replay=r3 replays the choice of experts, and model.path={config.model.path} is a dense model: "
-            "set it to none.",
+            f"algorithm.router_replay=r3 replays the choice of experts, and model.path={config.model.path} is a dense "
+            "model: set it to none.",
             "mismatch",
         )
     for group, settings in megatron_groups(config).items():

@@ -134,9 +134,9 @@ class RolloutEngine(ABC):
 
         The request ends at a stop string or end token, which stays in the tokens, or after `max_new_tokens`. Log-probs
         are over the whole vocabulary at the temperature, whatever top_p and top_k cut off; at temperature 0, which is
-        greedy, they are at temperature 1. With `TurnSampling.routes_from`, `Generation.routes` are the experts with which
-        the tokens were computed; an aborted request may lack them. `rid` is unique. `on_tokens` receives all tokens so far as they arrive. On
-        cancellation, the request leaves the engine.
+        greedy, they are at temperature 1. With `TurnSampling.routes_from`, `Generation.routes` are the experts with
+        which the tokens were computed; an aborted request may lack them. `rid` is unique. `on_tokens` receives all
+        tokens so far as they arrive. On cancellation, the request leaves the engine.
         """
 
     @abstractmethod

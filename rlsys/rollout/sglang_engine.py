@@ -71,7 +71,7 @@ class SglangEngine(RolloutEngine):
 
     @classmethod
     def memory_beside_cache(cls, config: RunConfig, model: Architecture) -> float:
-        """Return the bytes of CUDA graphs, of the activations and routes of one prefill, and of the logits of one decode step."""
+        """Return the bytes of CUDA graphs, of activations and routes of one prefill, and of the logits of one decode step."""
         engine = config.rollout.engine
         assert isinstance(engine, SglangConfig)
         item = 2 if engine.dtype is Dtype.bfloat16 else 4

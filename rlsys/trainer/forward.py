@@ -55,8 +55,10 @@ class ContextShare:
     owned: NDArray[np.bool_] | None
     """[targets] mask of this rank's own targets; None if all targets are its own."""
     routes: Tensor | None
-    """[own tokens, own layers, k] experts to which the model's routers must send each token, on the device. The tokens are
-    those of the hidden states of this rank, flattened, and the layers those of its stage. None if it routes all itself."""
+    """[own tokens, own layers, k] experts to which the model's routers must send each token, on the device.
+
+    The tokens are those of this rank's hidden states, flattened; the layers are those of its stage. None if the model
+    routes every token itself."""
 
     def own(self, values: Values) -> Values:
         """Select [own targets, ...] from `values` [targets, ...]."""
@@ -80,7 +82,7 @@ def context_shares(model: StageModel, batches: Sequence[MicroBatch]) -> list[Con
 
 
 def without_routes(shares: Sequence[ContextShare]) -> list[ContextShare]:
-    """Return `shares` for a model that routes every token itself: the reference, which is not the policy that sampled."""
+    """Return `shares` for the reference policy, which routes every token itself: it is not the policy that sampled."""
     return [replace(share, routes=None) for share in shares]
 
 

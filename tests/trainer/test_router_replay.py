@@ -1,7 +1,7 @@
 """Tests of routing replay: log-probs and gradients equal transformers' with the same experts forced, under any layout.
 
-The reference is transformers' model in float64, whose routers are made to choose the given experts; autograd computes the
-gradient of their weights.
+The reference is transformers' model in float64, whose routers are made to choose the given experts; autograd computes
+the gradient of their weights.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ FOURS = (
 
 @dataclass(frozen=True)
 class Result:
-    """Log-probs [trained tokens] of the policy and its reference, in the order of the samples, and gradients by tensor."""
+    """Log-probs [trained tokens] of policy and reference, in the order of the samples, and gradients by tensor."""
 
     policy: Tensor
     reference: Tensor

@@ -177,7 +177,7 @@ class SampledTurn:
     ended_itself: bool
     """True if the engine stopped at a stop string or an end-of-sequence token, not at a limit."""
     routes: Routes | None = None
-    """Routes of the input and output tokens from number `routes_from` on, without the last one; None if not asked for."""
+    """Routes of the input and output tokens from number `routes_from` on but the last one; None if not asked for."""
     routes_from: int = 0
 
     @property

@@ -294,13 +294,13 @@ class ExpertRouter(Router):
     and the k weights rounded to the model's dtype. With `norm_topk_prob` (`moe_router_pre_softmax` false), the k
     weights are normalised to a sum of 1 before the rounding.
 
-    Routing replay (R3, arXiv 2510.11370): `routes` replace the choice of experts alone. Their weights, and the gradient of
-    the router, are always computed from this router's own logits.
+    Routing replay (R3, arXiv 2510.11370): `routes` replace the choice of experts alone. Their weights, and the gradient
+    of the router, are always computed from this router's own logits.
     """
 
     routes: Tensor | None = None
-    """[tokens, k] experts of each token of the next pass, the largest value of the type where they are unknown; None if all
-    are. Set by `accept_routes`."""
+    """[tokens, k] experts of each token of the next pass, the largest value of the type where they are unknown; None if
+    all are. Set by `accept_routes`."""
 
     def routing(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """Return weights (0 for experts not chosen) and the mask of chosen experts, both [tokens, experts]."""
@@ -393,8 +393,9 @@ def base_frequencies(architecture: Architecture, theta: float) -> Tensor:
 def accept_routes(decoder: Any) -> None:
     """Make each layer of `decoder` give its router its part of the routes [tokens, layers, k].
 
-    Megatron passes them to every layer as `padding_mask`, also when it computes a layer again in the backward pass; so a
-    layer has those of its own micro-batch. Raises UserError, when routes come, if a family's layers route by themselves.
+    Megatron passes them to every layer as `padding_mask`, also when it computes a layer again in the backward pass; so
+    a layer has those of its own micro-batch. When routes come to a family's layers that have routers of their own,
+    UserError is raised.
     """
 
     def give(number: int, layer: Any, inputs: Any, options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
@@ -403,8 +404,8 @@ def accept_routes(decoder: Any) -> None:
             router.routes = None if routes is None else routes[:, number]
         elif routes is not None:
             raise UserError(
-                "algorithm.router_replay=r3 needs the routers of rlsys, but the layers of model.family have others: set it "
-                "to none, or keep the router in layer_spec.",
+                "algorithm.router_replay=r3 needs the routers of rlsys, but the layers of model.family have others: set "
+                "it to none, or keep the router in layer_spec.",
                 code="unsupported",
                 key="algorithm.router_replay",
             )
