@@ -207,7 +207,7 @@ class MuonConfig(OptimizerConfig):
     kind: Literal["muon"] = "muon"
     momentum: Decay = 0.95
     newton_schulz_dtype: Dtype = Dtype.bfloat16
-    """Numeric type in which a matrix is orthogonalised. `float32` is exact, and by estimate ten times slower on a GPU."""
+    """Numeric type of the orthogonalisation. `float32` is exact, and by estimate ten times slower on a GPU."""
     weight_decay: NotNegative = 0.01
     beta1: Decay = 0.9
     beta2: Decay = 0.999
