@@ -631,7 +631,7 @@ class RolloutWorker:
         self.engine = EngineDriver(
             model_path, rollout.engine, device, seed, memory_saver, architecture, returns_routes=returns_routes
         )
-        self._training = replace(training_sampling(rollout.sampling), routes_from=0 if returns_routes else None)
+        self._routes_from = 0 if returns_routes else None
         self.engine.require_room(task)
         codec = Codec(AutoTokenizer.from_pretrained(model_path))
         self._tools = EpisodeTools(self.engine, self._search and for_run(self._search, search), codec, task)
@@ -663,7 +663,7 @@ class RolloutWorker:
         and `in_flight`. `progress` has the episodes that began elsewhere, each at most once. Raises UserError for a
         question that is too long, RunError after a failed weight update, and SearchFailed if no search server answers.
         """
-        drawn = sampling or self._training
+        drawn = sampling or replace(training_sampling(self._rollout.sampling), routes_from=self._routes_from)
         group = EpisodeGroup(question, range(first, first + n_samples), self._tools, drawn, progress)
         until_aborted = asyncio.timeout(None)
         try:

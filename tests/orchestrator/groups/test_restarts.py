@@ -126,7 +126,8 @@ async def test_each_start_of_the_only_engine_has_the_time_of_a_start(tmp_path: P
     pool, supervisor = supervised(engines, Copy(), 3, tmp_path / "faults")
     groups = SimpleNamespace(engines=pool, inference=None, trained={})
     log = SimpleNamespace(faults=supervisor._faults)
-    run: Any = SimpleNamespace(config=config, groups=groups, pipeline=SimpleNamespace(progress=()), log=log)
+    pipeline = SimpleNamespace(progress=())
+    run: Any = SimpleNamespace(config=config, groups=groups, pipeline=pipeline, log=log, teacher=None)
     tasks = [asyncio.ensure_future(one) for one in (supervisor.run(1.0), Run.watch_progress(run))]
     engines.die(0)
     with pytest.raises(NoEngineLeft):
