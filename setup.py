@@ -18,7 +18,7 @@ setup(
     extras_require={name: requirements(name) for name in ("cpu", "gpu", "dev", "mcp")},
     package_data={
         "rlsys": ["py.typed"],
-        "rlsys.cluster.planning": ["hardware.yaml"],
+        "rlsys.cluster.planning": ["hardware.yaml", "reached.yaml"],
         "rlsys.config": ["rlinf.yaml"],
         "rlsys.apps.chat": ["defaults.yaml", "static/*"],
         "rlsys.apps.evaluation": ["static/*"],

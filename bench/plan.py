@@ -21,7 +21,7 @@ import random
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import cache
+from functools import cache, lru_cache
 from math import ceil, exp, log, sqrt
 from pathlib import Path
 from statistics import NormalDist, fmean, median
@@ -32,13 +32,13 @@ import typer
 import yaml
 from numpy.typing import NDArray
 
-from bench.plan_runs import compare_runs
-from rlsys.apps.planner import costs as planner_costs
-from rlsys.apps.planner.costs import HardwareCosts, Reached, read_reached
-from rlsys.apps.planner.estimate import calls_s, generation_s, steady_generation_s
+from rlsys.apps.planner.costs import by_formula
+from rlsys.apps.planner.estimate import calls_s, generation_s, packed, steady_generation_s
 from rlsys.apps.planner.simulation import measured_steps, simulate
 from rlsys.apps.planner.workload import Workload
-from rlsys.cluster.planning.cost import EXPECTED, SPEEDS
+from rlsys.cluster.planning.hardware import REACHED_FILE, SPEEDS, Reached, read_reached
+from rlsys.cluster.planning.memory import count_parameters
+from rlsys.cluster.planning.work import HardwareCosts
 from rlsys.config.algorithm import OldLogprobs
 from rlsys.config.derived import max_staleness, on_update
 from rlsys.config.schema import (
@@ -58,7 +58,6 @@ from rlsys.weights.weight_map import Architecture
 
 ROWS = Path(__file__).with_name("published_steps.json")
 MODELS = Path(__file__).with_name("plan_models.json")
-REACHED = Path(planner_costs.__file__).with_name("reached.yaml")
 RESULT = Path("outputs/bench/plan_published.json")
 EPISODES = 6_000
 """Episodes that are simulated of each row, in whole steps, after those that fill the pipeline."""
@@ -90,7 +89,6 @@ class Assumed:
     """Standard deviation of the logarithm of a response's length, before the limit cuts it off."""
     prompt: int = 110
     """Tokens of a prompt."""
-    micro_batch_tokens: int = 16384
     max_running: int = 1024
 
 
@@ -108,6 +106,10 @@ class Case:
     device: str
     workload: Workload
     engines: int
+    lengths: tuple[float, ...]
+    """Quantiles of the response's length, in order."""
+    held: float
+    """Mean samples of a micro-batch."""
 
     @property
     def measured(self) -> float:
@@ -151,10 +153,10 @@ def model_of(row: Mapping[str, Any]) -> Architecture:
         raise UnpredictableError("model.name is unknown and model.params_b is missing")
     sparse = bool(part(row, "model", "active_b"))
     alike = [one for one in known.values() if bool(one.experts) == sparse]
-    near = min(alike, key=lambda one: abs(log(size * 1e9 / planner_costs.count_parameters(one))))
-    if not 1 / LIKE < size * 1e9 / planner_costs.count_parameters(near) < LIKE:
+    near = min(alike, key=lambda one: abs(log(size * 1e9 / count_parameters(one))))
+    if not 1 / LIKE < size * 1e9 / count_parameters(near) < LIKE:
         raise UnpredictableError(f"model.name={part(row, 'model', 'name')} has no known shape, and none of like size")
-    layers = max(1, round(near.layers * size * 1e9 / planner_costs.count_parameters(near)))
+    layers = max(1, round(near.layers * size * 1e9 / count_parameters(near)))
     return replace(near, layers=layers)
 
 
@@ -193,14 +195,17 @@ def case_of(row: Mapping[str, Any], assumed: Assumed) -> Case:
     config.trainer.mini_batches = _mini_batches(row, int(prompts), int(samples))
     workload = _lengths(config, row, model, assumed)
     for settings in (config.actor, config.inference):
-        settings.micro_batch_tokens = max(assumed.micro_batch_tokens, config.task.max_total_tokens)
+        settings.micro_batch_tokens = config.task.max_total_tokens
     config.rollout.engine.max_running = assumed.max_running
     engines = len(range(*_span(config.cluster.placement["rollout"]))) // config.rollout.engine.tp
     # These systems have the episodes of one step in flight, or of as many as may be ahead.
     ahead = part(row, "schedule", "staleness")
     steps = max(1.0, ahead) if isinstance(ahead, int | float) else 1.0
     config.rollout.max_episodes = ceil(steps * int(prompts) / engines) * int(samples)
-    return Case(row, config, model, device, workload, engines)
+    lengths = np.clip(workload.turn * np.exp(workload.spread * quantiles() - workload.spread**2 / 2), 1, None)
+    lengths = np.minimum(lengths, config.task.max_turn_tokens)
+    held = packed((workload.prompt + lengths).tolist(), config.actor.micro_batch_tokens)
+    return Case(row, config, model, device, workload, engines, tuple(lengths.tolist()), held)
 
 
 def _span(text: str) -> tuple[int, int]:
@@ -239,13 +244,13 @@ def _place(
     config.actor.parallel = config.inference.parallel = parallel
     held = len(range(*_span(others)))
     tp = int(part(row, "parallel", "rollout", "tp") or 1)
-    weights = planner_costs.count_parameters(model) * 2
+    weights = count_parameters(model) * 2
     while held % tp == 0 and tp < held and weights / tp > 0.6 * speed.memory_gib * 2**30:
         tp *= 2
     if tp > held or held % tp:
         raise UnpredictableError(f"{held} devices of rollouts do not fit tensor parallelism {tp}")
     config.rollout.engine.tp = tp
-    config.model.recompute = True
+    config.model.recompute = False
 
 
 def _schedule(config: RunConfig, row: Mapping[str, Any], kind: str) -> None:
@@ -323,29 +328,27 @@ def _before_limit(mean: float, limit: float, spread: float) -> float:
 def stages_of(case: Case, reached: Reached) -> dict[str, float]:
     """Return the seconds of a step's stages without overlap: one engine's share, and calls of equal ranks."""
     config = case.config
-    costs = HardwareCosts(config, case.model, case.device, reached, EXPECTED).costs("")
+    costs = by_formula(HardwareCosts(config, case.model, case.device, reached), "")
     requests = config.trainer.prompts_per_step * config.algorithm.n_samples
-    lengths = case.workload.turn * np.exp(case.workload.spread * quantiles() - case.workload.spread**2 / 2)
-    lengths = np.clip(lengths, 1, config.task.max_turn_tokens)
-    prompt, mean = case.workload.prompt, float(lengths.mean())
-    share = requests / case.engines
-    times = {"generation": generation_s(costs.engine, lengths.tolist(), prompt, share)}
+    prompt, mean = case.workload.prompt, fmean(case.lengths)
+    share, lengths = requests / case.engines, case.lengths
+    times = {"generation": generation_s(costs.engine, lengths, prompt, share)}
     if max_staleness(config) and on_update(config) is OnUpdate["continue"]:
-        in_flight = config.rollout.max_episodes
-        times["generation"] = steady_generation_s(costs.engine, lengths.tolist(), prompt, share, in_flight)
-    parallel, budget = config.actor.parallel, config.actor.micro_batch_tokens
+        slots, samples = config.rollout.max_episodes, config.algorithm.n_samples
+        times["generation"] = steady_generation_s(costs.engine, lengths, prompt, share, slots, samples)
+    parallel = config.actor.parallel
     copies = len(range(*_span(config.cluster.placement["actor"]))) // (parallel.tp * parallel.pp * parallel.cp)
     for name, call in costs.calls.items():
         updates = config.trainer.mini_batches if name == "actor" else 1
-        seconds = calls_s(call, SampleSize(round(prompt + mean), round(mean)), requests / copies, budget, updates)
-        times["update" if name == "actor" else "scores"] = seconds
+        size = SampleSize(round(prompt + mean), round(mean))
+        times["update" if name == "actor" else "scores"] = calls_s(call, size, requests / copies, case.held, updates)
     times["rest"] = costs.step_s + costs.sync.nbytes * costs.sync.engine_s + costs.sync.activate_s
     times["rest"] += sum(map(sum, costs.switches.values()))
     return times
 
 
 @cache
-def quantiles(count: int = 256) -> NDArray[np.float64]:
+def quantiles(count: int = 128) -> NDArray[np.float64]:
     """Return `count` quantiles of the normal distribution, in order."""
     normal = NormalDist()
     return np.array([normal.inv_cdf((number + 0.5) / count) for number in range(count)])
@@ -353,12 +356,14 @@ def quantiles(count: int = 256) -> NDArray[np.float64]:
 
 def predict(case: Case, reached: Reached) -> float:
     """Return the simulated seconds of a step."""
-    costs = HardwareCosts(case.config, case.model, case.device, reached, EXPECTED).costs("")
+    costs = by_formula(HardwareCosts(case.config, case.model, case.device, reached), "")
     # A system that updates weights in flight goes on with the cache that the old weights have filled.
     keeps = bool(part(case.row, "schedule", "in_flight_weight_updates"))
     costs = replace(costs, sync=replace(costs.sync, keeps_cache=keeps))
     steps = measured_steps(case.config, EPISODES)
-    return simulate(case.config, costs, case.workload, flops_of(case.model), steps).step_s
+    # Systems that count staleness in steps hand over whole steps; others hand over samples.
+    whole = str(part(case.row, "schedule", "staleness_unit")).startswith("steps")
+    return simulate(case.config, costs, case.workload, flops_of(case.model), steps, whole=whole).step_s
 
 
 def cases_of(rows: Iterable[Mapping[str, Any]], assumed: Assumed) -> tuple[list[Case], dict[str, str]]:
@@ -380,36 +385,32 @@ def fitted_rows(cases: Sequence[Case]) -> list[str]:
     return [name for number, name in enumerate(sorted(str(case.row["id"]) for case in cases)) if number // 2 % 2]
 
 
-def loss(rows: Sequence[Mapping[str, Any]], reached: Reached, assumed: Assumed) -> float:
+def loss(cases: Sequence[Case], reached: Reached) -> float:
     """Return the mean absolute logarithm of predicted / measured, over steps and stages."""
     errors: list[float] = []
-    for row in rows:
-        case = case_of(row, assumed)
-        times, known = stages_of(case, reached), row.get("breakdown_seconds") or {}
+    for case in cases:
+        times, known = stages_of(case, reached), case.row.get("breakdown_seconds") or {}
         rest = times["rest"]
         trains = times["update"] + times.get("scores", 0.0)
         step = times["generation"] + trains if case.summed else max(times["generation"], trains)
-        weight = 3 if part(row, "lengths", "mean_response") else 1
+        weight = 3 if part(case.row, "lengths", "mean_response") else 1
         errors += [abs(log((step + rest) / case.measured))] * weight
-        if known.get("generation"):
-            errors.append(abs(log(times["generation"] / known["generation"])) / 2)
-        if known.get("update"):
-            errors.append(abs(log(times["update"] / known["update"])) / 2)
+        stages = {name: known.get(name) for name in ("generation", "update")}
+        stages["scores"] = (known.get("logprob") or 0) + (known.get("ref") or 0)
+        errors += [abs(log(times[name] / seconds)) / 2 for name, seconds in stages.items() if seconds]
     return fmean(errors)
 
 
 BOUNDS = {
-    "train_compute": (0.1, 0.85),
-    "score_compute": (0.1, 0.85),
-    "prefill_compute": (0.1, 0.6),
-    "decode_memory": (0.15, 0.9),
+    "compute": (0.3, 0.85),
+    "memory": (0.4, 0.9),
     "expert_compute": (0.05, 1.0),
-    "expert_token_s": (1e-8, 1e-5),
-    "expert_request_s": (1e-8, 1e-5),
-    "activation_reads": (1.0, 300.0),
-    "decode_layer_s": (1e-5, 2e-3),
-    "exchange_s": (5e-6, 1e-4),
-    "half_tokens": (50.0, 4000.0),
+    "activation_reads": (10.0, 100.0),
+    "decode_layer_s": (1e-5, 1e-3),
+    "decode_expert_s": (1e-5, 1e-3),
+    "exchange_s": (5e-6, 5e-5),
+    "layer_s": (2e-5, 5e-4),
+    "expert_layer_s": (2e-5, 1e-2),
     "request_s": (5e-6, 5e-4),
     "step_s": (0.5, 60.0),
     "length_share": (0.3, 0.8),
@@ -436,14 +437,17 @@ def fit(
             assumed, **{name: values[name] for name in BOUNDS if name not in base}
         )
 
-    least = loss(rows, *parts(best))
+    cases = lru_cache(maxsize=2)(lambda assumed: cases_of(rows, assumed)[0])
+    reached, assumed = parts(best)
+    least = loss(cases(assumed), reached)
     for number in range(tries):
         width = 0.5 * (1 - number / tries) + 0.02
         trial = dict(best)
         for name in rng.sample([*BOUNDS], rng.choice([1, 2, 3])):
             low, high = BOUNDS[name]
             trial[name] = min(high, max(low, trial[name] * exp(rng.gauss(0, width))))
-        found = loss(rows, *parts(trial))
+        reached, assumed = parts(trial)
+        found = loss(cases(assumed), reached)
         if found < least:
             best, least = trial, found
     return (*parts(best), least)
@@ -512,14 +516,14 @@ def speedups(cases: Sequence[Case], predicted: Mapping[Any, float]) -> list[dict
 
 def write_reached(reached: Reached, assumed: Assumed, rows: Sequence[str]) -> None:
     """Write the reached shares, the assumptions of the fit, and the rows that it used."""
-    head = REACHED.read_text().partition("values:")[0]
+    head = REACHED_FILE.read_text().partition("values:")[0]
     content = {
         "values": {name: float(f"{value:.3g}") for name, value in asdict(reached).items()},
         "assumed": {name: float(f"{value:.3g}") for name, value in asdict(assumed).items() if name in BOUNDS},
         "source": f"fitted on {len(rows)} published step times of other systems, by `python -m bench.plan --fit`",
         "fitted": [*rows],
     }
-    REACHED.write_text(head + yaml.safe_dump(content, sort_keys=False, width=110))
+    REACHED_FILE.write_text(head + yaml.safe_dump(content, sort_keys=False, width=110))
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
@@ -535,9 +539,11 @@ def main(
 ) -> None:
     """Compare predictions with own runs, or with published step times."""
     if published is None and not fit_:
+        from bench.plan_runs import compare_runs  # Loads torch.
+
         compare_runs(only or ())
         return
-    content = yaml.safe_load(REACHED.read_text())
+    content = yaml.safe_load(REACHED_FILE.read_text())
     assumed = Assumed(**content["assumed"])
     if fit_:
         rows = read_rows(ROWS)

@@ -27,9 +27,9 @@ from bench.record_searches import record_searches
 from bench.training_run import CONFIG, training_run
 from rlsys.apps.planner.answer import Planner, machines_of
 from rlsys.apps.planner.calibrate import Calibration
-from rlsys.apps.planner.costs import read_reached
 from rlsys.apps.planner.simulation import measured_steps
 from rlsys.apps.planner.workload import Workload
+from rlsys.cluster.planning.hardware import REACHED, REACHED_SOURCE
 from rlsys.config.compose import load_config
 from rlsys.observe.run_folder import open_run
 
@@ -108,15 +108,14 @@ def predictions(measured: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
     first, *others = ROWS
     if first.name not in measured:
         return {}
-    reached, source = read_reached()
-    calibration = Calibration(open_run(Path(measured[first.name]["run"])), "CPU", reached)
+    calibration = Calibration(open_run(Path(measured[first.name]["run"])), "CPU", REACHED)
     workload = calibration.workload(Workload())
     found = {}
     for row in (first, *others):
         if row.name in measured:
             config, device = machines_of(load_config(CONFIG, row.settings), None)
             lengths = replace(workload, tool_s=workload.tool_s * row.latency)
-            planner = Planner(config, device, reached, source, lengths, calibration=calibration)
+            planner = Planner(config, device, REACHED, REACHED_SOURCE, lengths, calibration=calibration)
             found[row.name] = planner.simulated(config, lengths, measured_steps(config, EPISODES)).step_s
     return found
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from rlsys.cluster.planning.cost import DEVICE, EXPECTED, StepCost
+from rlsys.cluster.planning.cost import StepCost
+from rlsys.cluster.planning.hardware import DEVICE
+from rlsys.cluster.planning.work import EXPECTED
 from rlsys.config.compose import PROJECT_CONFIGS
 from rlsys.config.derived import scoring_forwards
 from rlsys.config.schema import RunConfig

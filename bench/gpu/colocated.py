@@ -20,7 +20,9 @@ import torch
 from bench.gpu.figures import PROJECT, Figure, Setting, compared, holds
 from bench.gpu.part import in_new_process
 from bench.gpu.random_model import write_random_model
-from rlsys.cluster.planning.cost import SPEEDS, EpisodeTokens, StepCost
+from rlsys.cluster.planning.cost import StepCost
+from rlsys.cluster.planning.hardware import SPEEDS
+from rlsys.cluster.planning.work import EpisodeTokens
 from rlsys.config.compose import load_config
 from rlsys.config.schema import Device, RunConfig
 from rlsys.data.question import Question

@@ -43,21 +43,20 @@ def command(
     # Imported late: Ray takes seconds to load.
     from rlsys.apps.planner.answer import Planner, machines_of, render, with_shape
     from rlsys.apps.planner.calibrate import Calibration
-    from rlsys.apps.planner.costs import read_reached
     from rlsys.apps.planner.page import save_prediction, write_page
     from rlsys.apps.planner.search import PlacementSearch, render_search
     from rlsys.apps.planner.workload import Workload
+    from rlsys.cluster.planning.hardware import REACHED, REACHED_SOURCE
     from rlsys.observe.run_folder import open_run
 
     config, device = machines_of(with_shape(config), on, placed=not search)
-    reached, source = read_reached()
-    measured = None if calibrate is None else Calibration(open_run(calibrate), device, reached)
+    measured = None if calibrate is None else Calibration(open_run(calibrate), device, REACHED)
     workload = (Workload() if measured is None else measured.workload(Workload())).changed(assume or ())
-    planner = Planner(config, device, reached, source, workload, seed, measured)
+    planner = Planner(config, device, REACHED, REACHED_SOURCE, workload, seed, measured)
     if search:
         placements = PlacementSearch(planner)
         best = placements.best()
-        typer.echo(json.dumps(best, indent=2) if as_json else render_search(best, placements.candidates))
+        typer.echo(json.dumps(best, indent=2) if as_json else render_search(best, placements.counts))
         return
     found = planner.run()
     answer = planner.answer(found, price_per_gpu_hour)

@@ -12,13 +12,14 @@ from statistics import fmean
 from typing import Any
 
 from rlsys.apps.planner.calibrate import Calibration
-from rlsys.apps.planner.costs import Costs, HardwareCosts, Reached
+from rlsys.apps.planner.costs import Costs, by_formula
 from rlsys.apps.planner.simulation import Simulated, measured_steps, simulate
 from rlsys.apps.planner.whole_run import whole_run
 from rlsys.apps.planner.workload import Workload
-from rlsys.cluster.planning.cost import DEVICE, EXPECTED, SPEEDS
+from rlsys.cluster.planning.hardware import DEVICE, SPEEDS, Reached
 from rlsys.cluster.planning.placement import memory_problems, parse_placement
 from rlsys.cluster.planning.resolve import make_plan, overlap
+from rlsys.cluster.planning.work import HardwareCosts
 from rlsys.config.compose import PROJECT_CONFIGS
 from rlsys.config.derived import has_critic, heldout_files, max_staleness, megatron_groups, train_files
 from rlsys.config.schema import AsyncSchedule, Device, Mode, RunConfig
@@ -98,7 +99,7 @@ class Planner:
 
     def costs(self, config: RunConfig) -> Costs:
         """Return the costs of `config`."""
-        costs = HardwareCosts(config, self.model, self.device, self.reached, EXPECTED).costs(self._source)
+        costs = by_formula(HardwareCosts(config, self.model, self.device, self.reached), self._source)
         return costs if self._calibration is None else self._calibration.applied(costs)
 
     def simulated(self, config: RunConfig, workload: Workload, measured: int | None = None) -> Simulated:

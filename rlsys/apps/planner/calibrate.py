@@ -24,11 +24,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlsys.apps.planner.cores import Cores
-from rlsys.apps.planner.costs import CallCosts, Costs, HardwareCosts, Reached
-from rlsys.apps.planner.engine import EngineCosts
+from rlsys.apps.planner.costs import Costs, by_formula
 from rlsys.apps.planner.estimate import calls_s
 from rlsys.apps.planner.workload import EpisodeDraw, TurnDraw, Workload
-from rlsys.cluster.planning.cost import EXPECTED
+from rlsys.cluster.planning.hardware import Reached
+from rlsys.cluster.planning.work import CallCosts, EngineCosts, HardwareCosts
 from rlsys.config.compose import recorded, typed
 from rlsys.config.derived import megatron_groups
 from rlsys.config.schema import Device, RunConfig
@@ -55,8 +55,8 @@ class Calibration:
     def __init__(self, run: RunFolder, device: str, reached: Reached) -> None:
         self.run, self.config = run, typed(recorded(run.config), RunConfig)
         model = read_architecture(self.config.model.path, self.config.model.family)
-        hardware = HardwareCosts(self.config, model, device, reached, EXPECTED)
-        self._own, self._ranks = hardware.costs(""), hardware.ranks
+        hardware = HardwareCosts(self.config, model, device, reached)
+        self._own, self._ranks = by_formula(hardware, ""), hardware.ranks
         steps = run.timeline()
         self._steps = steps[1:] if len(steps) > 1 else steps
         self._kept = [one for one in run.trajectories() if one.step in {step.step for step in self._steps}]
@@ -132,7 +132,8 @@ class Calibration:
         for one in spans:
             tokens, samples = int(one.args["tokens"]), int(one.args["samples"])  # type: ignore[arg-type]
             size = SampleSize(max(1, tokens // samples), round(tokens / samples * trained))
-            formula.append(calls_s(bare, size, samples / copies, settings.micro_batch_tokens, 1))
+            held = max(1, settings.micro_batch_tokens // size.tokens)
+            formula.append(calls_s(bare, size, samples / copies, held, 1))
         fixed, factor = nonnegative(
             [np.ones(len(spans)), np.array(formula)], np.array([_seconds(one) for one in spans])
         )
@@ -142,6 +143,7 @@ class Calibration:
             costs,
             rate=costs.rate / factor if factor else float("inf"),
             token_s=costs.token_s * factor,
+            launch_s=costs.launch_s * factor,
             call_s=fixed,
             apply_s=costs.apply_s * applied,
         )

@@ -24,51 +24,10 @@ from heapq import heapify, heappop, heappush
 from math import sqrt
 
 from rlsys.apps.planner.cores import SharedCores
+from rlsys.cluster.planning.work import EngineCosts
 
 EPSILON = 1e-6
 """Decode steps that count as none: rounding of the clock."""
-
-
-@dataclass(frozen=True, slots=True)
-class EngineCosts:
-    """Seconds of an engine's work."""
-
-    step_s: float
-    """Fixed part of a decode step, whatever its batch."""
-    weights_s: float
-    """Reading the weights that every step needs."""
-    experts_s: float
-    """Reading all routed experts; 0 for a dense model."""
-    expert_share: float
-    """Share of the experts that one token uses."""
-    token_s: float
-    """Matrix products of one token in a decode step."""
-    request_s: float
-    """Work of a decode step per request besides its products: exchange between devices, sampling, the host's work."""
-    cache_s: float
-    """Reading one token of the KV cache."""
-    prefill_s: float
-    """Prefill of a token."""
-    pair_s: float
-    """Attention of one new token to one token before it, in prefill: in the layers that attend to all tokens."""
-    cache_tokens: float
-    """Capacity of the KV cache."""
-    max_running: int
-    """Most requests of a batch."""
-    local_pair_s: float = 0.0
-    """The same as `pair_s` in the layers that attend within `window` tokens."""
-    window: int = 0
-
-    def decode_s(self, requests: int, cached: float) -> tuple[float, float]:
-        """Return the seconds of a decode step now, and by how much each further step is longer."""
-        read = self.weights_s + self.experts_s * (1 - (1 - self.expert_share) ** requests)
-        products = max(read, self.token_s * requests)
-        return self.step_s + products + self.request_s * requests + self.cache_s * cached, self.cache_s * requests
-
-    def fill_s(self, new: float, context: float) -> float:
-        """Return the seconds in which `new` tokens after `context` others are prefilled."""
-        before = context + new / 2
-        return new * (self.prefill_s + self.pair_s * before + self.local_pair_s * min(before, self.window))
 
 
 def _ignore(_: Request) -> None:
@@ -116,11 +75,13 @@ class SimulatedEngine:
             cores.listeners.append(self._slowed)
         self._busy_s = 0.0
         self.retracted = 0
-        self.generated = 0.0
-        """Tokens that were decoded."""
+        self._generated, self._filled_tokens = 0.0, 0.0
+        """Tokens that were decoded and prefilled, without what is under way."""
         self._loop = asyncio.get_running_loop()
         self._waiting: deque[Request] = deque()
         self._filling: list[Request] = []
+        self._fill = (0.0, 1.0)
+        """Tokens and seconds of the prefill that is under way."""
         self._running: list[tuple[float, int, Request]] = []
         """Heap by `Request.target`."""
         self._serial = 0
@@ -144,6 +105,18 @@ class SimulatedEngine:
         """Seconds of work up to now."""
         works = self._filling or self._rate is not None
         return self._busy_s + (self._loop.time() - self._since if works else 0.0)
+
+    @property
+    def generated(self) -> float:
+        """Tokens decoded up to now."""
+        return self._generated + self._steps_passed() * len(self._running)
+
+    @property
+    def filled(self) -> float:
+        """Tokens prefilled up to now."""
+        tokens, seconds = self._fill
+        passed = self._loop.time() - self._since if self._filling else 0.0
+        return self._filled_tokens + tokens * min(1.0, passed / seconds if seconds else 0.0)
 
     def submit(self, request: Request) -> None:
         """Begin a turn of `request.left` tokens after `request.new` tokens of an observation."""
@@ -238,20 +211,25 @@ class SimulatedEngine:
         """Count the decode steps up to now."""
         if self._rate is None:
             return
+        self._count(self._steps_passed())
+        self._busy_s += self._loop.time() - self._since
+        self._since, self._rate = self._loop.time(), None
+
+    def _steps_passed(self) -> float:
+        """Return the decode steps since `_since`."""
+        if self._rate is None:
+            return 0.0
         first, growth = self._rate
         passed = self._loop.time() - self._since
         steps = (sqrt(first * first + 2 * growth * passed) - first) / growth if growth else passed / first
-        if self._running:  # The clock's rounding must not carry a request past its end.
-            steps = min(steps, self._running[0][0] - self._steps)
-        self._count(steps)
-        self._busy_s += passed
-        self._since, self._rate = self._loop.time(), None
+        # The clock's rounding must not carry a request past its end.
+        return min(steps, self._running[0][0] - self._steps) if self._running else steps
 
     def _count(self, steps: float) -> None:
         grown = steps * len(self._running)
         self._steps += steps
         self._cached += grown
-        self.generated += grown
+        self._generated += grown
 
     def _decide(self) -> None:
         """End the turns that are over, then prefill, decode or rest."""
@@ -267,7 +245,8 @@ class SimulatedEngine:
         self._mark(bool(self._filling or self._running))
         if self._filling:
             self._since = self._loop.time()
-            self._set(self._loop.call_later(seconds * self._slowdown, self._filled))
+            self._fill = self._fill[0], seconds * self._slowdown
+            self._set(self._loop.call_later(self._fill[1], self._filled))
         elif self._running:
             self._decode()
 
@@ -328,7 +307,7 @@ class SimulatedEngine:
 
     def _admit(self) -> tuple[list[Request], float]:
         """Return the waiting requests that fit, and the seconds of their prefill."""
-        costs, filling, seconds = self.costs, list[Request](), 0.0
+        costs, filling, seconds, tokens = self.costs, list[Request](), 0.0, 0.0
         while self._waiting and not (self._full and self._running):
             if len(self._running) + len(filling) >= costs.max_running:
                 break
@@ -340,14 +319,17 @@ class SimulatedEngine:
                 break
             self._waiting.popleft()
             self._cached += prompt + own + request.new
+            tokens += prompt + own + request.new
             seconds += costs.fill_s(prompt, 0) + costs.fill_s(own + request.new, prefix.tokens + request.own - own)
             self._prefixes.add(prefix)
             request.resident = True
             filling.append(request)
+        self._fill = tokens, 0.0
         return filling, seconds + (costs.step_s + costs.weights_s if filling else 0.0)
 
     def _filled(self) -> None:
         self._busy_s += self._loop.time() - self._since
+        self._filled_tokens += self._fill[0]
         for request in self._filling:
             request.own, request.new = request.own + request.new, 0.0
             if request.version < 0:

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from math import inf
 from statistics import fmean
 
-from rlsys.apps.planner.costs import CallCosts
-from rlsys.apps.planner.engine import EngineCosts
+from rlsys.cluster.planning.work import CallCosts, EngineCosts
 from rlsys.trainer.batches import SampleSize
 
 
@@ -32,27 +31,51 @@ def generation_s(engine: EngineCosts, lengths: Sequence[float], prompt: float, r
 
 
 def steady_generation_s(
-    engine: EngineCosts, lengths: Sequence[float], prompt: float, requests: float, in_flight: float
+    engine: EngineCosts, lengths: Sequence[float], prompt: float, requests: float, slots: float, samples: int
 ) -> float:
-    """Return the seconds in which an engine ends `requests` responses while others begin; `in_flight` of them at a time.
+    """Return the seconds in which an engine ends `requests` responses while others begin.
 
-    A long response is in flight for longer: the mean length of those in flight so far is the mean square / twice the mean.
+    It has `slots` for responses. A prompt group holds its `samples` slots until its longest response has ended, so on
+    average a slot is in use for a mean length in the longest of `samples`. They share the prompt. A long response is in flight for longer: the
+    mean length of those in flight so far is the mean square / twice the mean. `lengths` are sorted.
     """
     mean = fmean(lengths)
-    context = prompt + fmean(length * length for length in lengths) / (2 * mean)
-    room = min(in_flight, engine.max_running, engine.cache_tokens / context)
+    context = prompt / samples + fmean(length * length for length in lengths) / (2 * mean)
+    room = min(slots * mean / longest_of(lengths, samples), engine.max_running, engine.cache_tokens / context)
     if room < 1:
         return inf
     step = engine.decode_s(max(1, round(room)), room * context)[0]
-    return requests * (mean / room * step + engine.fill_s(prompt, 0))
+    return requests * (mean / room * step + engine.fill_s(prompt, 0) / samples)
 
 
-def calls_s(call: CallCosts, size: SampleSize, samples: float, micro_batch_tokens: int, updates: int) -> float:
+def longest_of(lengths: Sequence[float], count: int) -> float:
+    """Return the expected longest of `count` lengths that are drawn from the sorted `lengths`."""
+    total = len(lengths)
+    return sum(
+        length * (((number + 1) / total) ** count - (number / total) ** count) for number, length in enumerate(lengths)
+    )
+
+
+def packed(lengths: Sequence[float], budget: int) -> float:
+    """Return the mean number of samples in a micro-batch of at most `budget` tokens, by first fit, the longest first.
+
+    A sample that is longer than `budget` is alone. `lengths` are sorted.
+    """
+    rooms: list[float] = []
+    for length in reversed(lengths):
+        at = next((number for number, room in enumerate(rooms) if room >= length), None)
+        if at is None:
+            rooms.append(budget - length)
+        else:
+            rooms[at] -= length
+    return len(lengths) / len(rooms)
+
+
+def calls_s(call: CallCosts, size: SampleSize, samples: float, held: float, updates: int) -> float:
     """Return the seconds in which a Megatron group works on `samples` of one `size` on each of its data-parallel ranks.
 
-    `updates` is the number of times that the pipeline drains: optimiser steps, or calls.
+    A micro-batch holds `held` of them. `updates` is the number of times that the pipeline drains: optimiser steps, or calls.
     """
-    held = min(max(1, micro_batch_tokens // size.tokens), max(1.0, samples))
-    whole = max(1, round(held))  # A micro-batch is less efficient the smaller it is, so its samples count together.
-    one = call.batch_s([size] * whole) * held / whole
+    held = min(held, max(1.0, samples))
+    one = call.alike_s(size, held)
     return max(1.0, samples) / held * one + updates * ((call.stages - 1) * one + call.call_s + call.apply_s)

@@ -41,7 +41,7 @@ from rlsys.data.question import Question
 from rlsys.data.trajectory import Group, Trajectory
 from rlsys.observe import status
 from rlsys.observe.spans import Span, Tracer
-from rlsys.orchestrator.pipeline.rollout_pipeline import Handlers, RolloutPipeline
+from rlsys.orchestrator.pipeline.rollout_pipeline import Handlers, RolloutPipeline, ScoreBatchSize
 from rlsys.orchestrator.pipeline.training_step import learn, learning, make_scheduler, mini_batches, score_batch_size
 from rlsys.orchestrator.weight_sync import WeightSync
 from rlsys.orchestrator.worker_groups import OffloadManager
@@ -90,6 +90,12 @@ class Simulated:
     """Mean seconds of an episode, from its start to its end or abort."""
     finished: int
     """Episodes that ended or were aborted."""
+    generated: float
+    """Tokens that the engines decoded."""
+    filled: float
+    """Tokens that the engines prefilled."""
+    scored: float
+    """Tokens of the samples whose log-probs were computed."""
     retracted: int
     """Requests that a full cache pushed out."""
     dropped: Mapping[str, int]
@@ -149,9 +155,13 @@ class SimulatedRun:
         flops: Flops,
         steps: int,
         seed: int,
+        whole: bool,
     ) -> None:
-        """`config` has no evaluations and no checkpoints; `steps` are simulated, and then `_Enough` is raised."""
-        self.config, self.costs, self._wanted = config, costs, steps
+        """`config` has no evaluations and no checkpoints; `steps` are simulated, and then `_Enough` is raised.
+
+        `whole`: see `simulate`.
+        """
+        self.config, self.costs, self._wanted, self._whole = config, costs, steps, whole
         self.loop = asyncio.get_running_loop()
         clock = partial(_now_ns, self.loop)
         self.tracers = {name: Tracer(name, clock) for name in ("driver", "rollout", *megatron_groups(config))}
@@ -202,7 +212,8 @@ class SimulatedRun:
 
     def _pipeline(self, seed: int) -> RolloutPipeline:
         config = self.config
-        questions = [Question(str(number), "", ()) for number in range(config.trainer.prompts_per_step)]
+        step = config.trainer.prompts_per_step
+        questions = [Question(str(number), "", ()) for number in range(step)]
         scoring = {name: self.members[name] for name in ("inference", CRITIC) if name in self.members}
         return RolloutPipeline(
             make_scheduler(config),
@@ -210,7 +221,7 @@ class SimulatedRun:
             self.rollouts,
             SimulatedScorer(self.costs, scoring),
             Handlers(self._reward, lambda group: group),
-            score_batch_size(config),
+            ScoreBatchSize(step, step) if self._whole else score_batch_size(config),
             self.devices,
         )
 
@@ -242,7 +253,7 @@ class SimulatedRun:
         """Train on the next prompt groups."""
         learners = {name: self.members[name] for name in learning(self.config, step)}
         cut = mini_batches(self.config)
-        if cut.whole is not None:  # Wait for the whole mini-batch, but compute no advantages.
+        if self._whole or cut.whole is not None:  # Wait for the whole mini-batch, but compute no advantages.
             cut = replace(cut, whole=list)
         trained = await learn(self.pipeline, learners, self.devices, cut)
         await asyncio.sleep(self.costs.step_s)
@@ -293,8 +304,12 @@ def simulate(
     flops: Flops,
     measured: int | None = None,
     seed: int = 0,
+    whole: bool = False,
 ) -> Simulated:
-    """Simulate a run of `config` up to a steady state, then `measured` steps; return their record."""
+    """Simulate a run of `config` up to a steady state, then `measured` steps; return their record.
+
+    `whole`: prompt groups are scored when those of a whole step have been generated, as in systems that hand over steps.
+    """
     measured = measured or measured_steps(config)
     warm = max_staleness(config) + 1
     quiet = replace(
@@ -304,7 +319,7 @@ def simulate(
         checkpoint=replace(config.checkpoint, interval=0),
     )
     found: list[Simulated] = []
-    run = partial(SimulatedRun, quiet, costs, workload, flops, warm + measured, seed)
+    run = partial(SimulatedRun, quiet, costs, workload, flops, warm + measured, seed, whole)
     with _without_collector():
         run_virtually(_measure(run, warm, measured, found), MOST_TURNS)
     return found[0]
@@ -355,6 +370,9 @@ def _mark(run: SimulatedRun, clockwork: _Clockwork) -> tuple[dict[str, dict[str,
         "rollout": sum(engine.busy_s for engine in engines) / len(engines),
         **{name: member.busy_s for name, member in run.members.items()},
         "operations": run.members["actor"].operations,
+        "generated": sum(engine.generated for engine in engines),
+        "filled": sum(engine.filled for engine in engines),
+        "scored": run.members["inference"].scored if "inference" in run.members else 0.0,
         "retracted": sum(engine.retracted for engine in engines),
         "waited_s": run.rollouts.waited_s,
         "in_flight_s": run.rollouts.in_flight_s,
@@ -380,6 +398,9 @@ def _result(run: SimulatedRun, marks: Sequence[Any], warm: int, measured: int, s
         in_flight=spent["in_flight_s"] / seconds,
         latency_s=spent["waited_s"] / ended if ended else inf,
         finished=ended,
+        generated=spent["generated"],
+        filled=spent["filled"],
+        scored=spent["scored"],
         retracted=int(spent["retracted"]),
         dropped={str(reason): count for reason, count in run.pipeline.scheduler.dropped.items()},
         most_outstanding=run.most_outstanding,

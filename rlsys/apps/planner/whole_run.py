@@ -8,7 +8,7 @@ from statistics import fmean
 from rlsys.apps.planner.costs import Costs
 from rlsys.apps.planner.estimate import generation_s
 from rlsys.apps.planner.workload import Workload
-from rlsys.cluster.planning.cost import SPEEDS
+from rlsys.cluster.planning.hardware import SPEEDS
 from rlsys.cluster.planning.memory import count_parameters, group_memory, matrix_share, state_bytes
 from rlsys.cluster.planning.placement import parse_placement
 from rlsys.config.derived import has_critic, megatron_groups

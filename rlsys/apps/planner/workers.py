@@ -13,9 +13,10 @@ from typing import Any
 import numpy as np
 
 from rlsys.apps.planner.cores import SharedCores
-from rlsys.apps.planner.costs import CallCosts, Costs
+from rlsys.apps.planner.costs import Costs
 from rlsys.apps.planner.engine import Prefix, Request, SimulatedEngine
 from rlsys.apps.planner.workload import EpisodeDraw, ToolServer, Workload
+from rlsys.cluster.planning.work import CallCosts
 from rlsys.config.derived import on_update
 from rlsys.config.schema import OnUpdate, RunConfig
 from rlsys.data.question import Question
@@ -284,6 +285,9 @@ class SimulatedGroup:
         self.name, self.busy_s = name, 0.0
         self.operations = 0.0
         """Operations that the model needed, without recomputation."""
+        self._scored = 0
+        self._scoring = (0, 0.0, 0.0)
+        """Tokens, begin and seconds of the scoring that is under way."""
         self.workers: Any = SimpleNamespace(name=name, ranks=[SimpleNamespace(name=name)])
         self.living: Mapping[int, None] = {0: None}
         self._costs, self._sharder, self._tracer = costs, sharder, tracer
@@ -309,13 +313,23 @@ class SimulatedGroup:
     async def score(self, call: CallCosts, span: str, samples: Sequence[Sample]) -> None:
         """Compute log-probs or values of `samples`."""
         sizes = sizes_of(samples)
-        await self._work(span, call.seconds(self._sharder.plan_sizes(sizes), sizes))
+        scored = sum(size.tokens for size in sizes)
+        await self._work(span, call.seconds(self._sharder.plan_sizes(sizes), sizes), scored)
 
-    async def _work(self, span: str, seconds: float) -> None:
+    @property
+    def scored(self) -> float:
+        """Tokens of the samples that have been scored up to now."""
+        tokens, begun, seconds = self._scoring
+        passed = asyncio.get_running_loop().time() - begun
+        return self._scored + tokens * min(1.0, passed / seconds if seconds else 0.0)
+
+    async def _work(self, span: str, seconds: float, scored: int = 0) -> None:
         async with self._turn:
             begun = asyncio.get_running_loop().time()
+            self._scoring = scored, begun, seconds
             with self._tracer.span(span):
                 await self._cores.work(self, self.name, seconds)
+            self._scored, self._scoring = self._scored + scored, (0, 0.0, 0.0)
             self.busy_s += asyncio.get_running_loop().time() - begun
 
     async def open_transport(self, specs: Mapping[int, Any]) -> None:

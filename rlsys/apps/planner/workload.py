@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from rlsys.cluster.planning.cost import EXPECTED
+from rlsys.cluster.planning.work import EXPECTED
 from rlsys.config.schema import RunConfig
 from rlsys.errors import UserError
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
-from rlsys.cluster.planning.cost import DEVICE, StepCost
+from rlsys.cluster.planning.cost import StepCost
+from rlsys.cluster.planning.hardware import DEVICE
 from rlsys.cluster.planning.host import host_memory
 from rlsys.cluster.planning.memory import GIB, count_parameters, group_memory
 from rlsys.cluster.planning.placement import parse_placement

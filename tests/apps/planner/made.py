@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from rlsys.apps.planner.costs import CallCosts, Costs, SyncCosts
-from rlsys.apps.planner.engine import EngineCosts
+from rlsys.apps.planner.costs import Costs
 from rlsys.apps.planner.simulation import Simulated, simulate
 from rlsys.apps.planner.workload import Workload
+from rlsys.cluster.planning.work import CallCosts, EngineCosts, SyncCosts
 from rlsys.config.schema import (
     AsyncSchedule,
     Device,
@@ -60,7 +60,7 @@ def config_of(
 
 def costs_of(engine: EngineCosts, training: float, inference: float, **changes: Any) -> Costs:
     """Return costs in which training and log-probs of a token take so many seconds, and all else nothing."""
-    nothing: Mapping[str, Any] = {"half_tokens": 0.0, "token_s": 0.0, "stages": 1, "call_s": 0.0, "passes": 1}
+    nothing: Mapping[str, Any] = {"launch_s": 0.0, "token_s": 0.0, "stages": 1, "call_s": 0.0, "passes": 1}
     calls = {
         name: CallCosts(flops=FLOPS, rate=1 / seconds, **nothing)
         for name, seconds in (("actor", training), ("inference", inference))
@@ -79,7 +79,7 @@ def costs_of(engine: EngineCosts, training: float, inference: float, **changes: 
 
 
 def simulated(
-    config: RunConfig, costs: Costs, workload: Workload = EQUAL, measured: int = 3, seed: int = 0
+    config: RunConfig, costs: Costs, workload: Workload = EQUAL, measured: int = 3, seed: int = 0, whole: bool = False
 ) -> Simulated:
     """Simulate with token counts as operations."""
-    return simulate(config, costs, workload, FLOPS, measured, seed)
+    return simulate(config, costs, workload, FLOPS, measured, seed, whole)

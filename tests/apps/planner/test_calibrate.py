@@ -13,10 +13,11 @@ from hypothesis import strategies as st
 
 from rlsys.apps.planner.answer import Planner
 from rlsys.apps.planner.calibrate import Calibration, between, nonnegative, windows, within
-from rlsys.apps.planner.costs import HardwareCosts, read_reached
+from rlsys.apps.planner.costs import by_formula
 from rlsys.apps.planner.estimate import calls_s
 from rlsys.apps.planner.workload import Workload
-from rlsys.cluster.planning.cost import EXPECTED
+from rlsys.cluster.planning.hardware import REACHED, REACHED_SOURCE
+from rlsys.cluster.planning.work import HardwareCosts
 from rlsys.config.compose import as_dict, load_config
 from rlsys.config.schema import RunConfig
 from rlsys.errors import UserError
@@ -36,7 +37,7 @@ TIMES = st.lists(st.tuples(st.floats(0, 100), st.floats(0.1, 20)), min_size=1, m
 
 
 def formulas(config: RunConfig) -> HardwareCosts:
-    return HardwareCosts(config, read_architecture(config.model.path), "CPU", read_reached()[0], EXPECTED)
+    return HardwareCosts(config, read_architecture(config.model.path), "CPU")
 
 
 def planted(folder: Path) -> Path:
@@ -52,7 +53,7 @@ def planted(folder: Path) -> Path:
         spans = [Span("rollout.group", at, at + 10**10, "rollout", "engine 0")]
         for samples in (2, 4, 8):
             tokens = 128 * samples
-            seconds = CALL_S + FACTOR * calls_s(call, SampleSize(128, round(128 * trained)), samples, 8192, 1)
+            seconds = CALL_S + FACTOR * calls_s(call, SampleSize(128, round(128 * trained)), samples, 64, 1)
             facts = {"samples": samples, "tokens": tokens}
             began = at + (10 + samples // 2) * 10**9
             spans.append(Span("train.accumulate", began, began + round(slower * seconds * 1e9), "actor", "main", facts))
@@ -103,8 +104,8 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_planted_costs_are_measured(run: Path) -> None:
-    calibration = Calibration(open_run(run), "CPU", read_reached()[0])
-    formula = formulas(calibration.config).costs("")
+    calibration = Calibration(open_run(run), "CPU", REACHED)
+    formula = by_formula(formulas(calibration.config), "")
     costs = calibration.applied(formula)
     assert costs.engine.step_s == pytest.approx(STEP_S, rel=1e-3)
     assert costs.engine.request_s == pytest.approx(REQUEST_S, rel=1e-2)
@@ -120,15 +121,15 @@ def test_planted_costs_are_measured(run: Path) -> None:
 
 
 def test_costs_of_another_model_grow_as_the_formulas_say(run: Path) -> None:
-    calibration = Calibration(open_run(run), "CPU", read_reached()[0])
-    formula = formulas(calibration.config).costs("")
+    calibration = Calibration(open_run(run), "CPU", REACHED)
+    formula = by_formula(formulas(calibration.config), "")
     larger = replace(formula, calls={"actor": replace(formula.calls["actor"], rate=formula.calls["actor"].rate / 5)})
     rates = [calibration.applied(one).calls["actor"].rate for one in (formula, larger)]
     assert rates[0] == pytest.approx(5 * rates[1])
 
 
 def test_episodes_are_drawn_from_the_run(run: Path) -> None:
-    calibration = Calibration(open_run(run), "CPU", read_reached()[0])
+    calibration = Calibration(open_run(run), "CPU", REACHED)
     workload = calibration.workload(Workload())
     config = calibration.config
     lengths = {tuple(turn.generated for turn in one.turns) for group in workload.episodes for one in group}
@@ -142,7 +143,7 @@ def test_episodes_are_drawn_from_the_run(run: Path) -> None:
 
 
 def test_limits_cut_recorded_episodes(run: Path) -> None:
-    calibration = Calibration(open_run(run), "CPU", read_reached()[0])
+    calibration = Calibration(open_run(run), "CPU", REACHED)
     workload = calibration.workload(Workload())
     config = calibration.config
     config.task.max_turn_tokens, config.task.max_total_tokens, config.task.max_turns = 6, 40, 1
@@ -155,14 +156,14 @@ def test_a_run_without_steps_is_refused(tmp_path: Path) -> None:
     run = planted(tmp_path / "empty")
     (run / TIMELINE).unlink()
     with pytest.raises(UserError) as refused:
-        Calibration(open_run(run), "CPU", read_reached()[0])
+        Calibration(open_run(run), "CPU", REACHED)
     assert (refused.value.code, refused.value.key) == ("missing", "--calibrate")
 
 
 def test_prediction_names_the_run_as_its_source(run: Path) -> None:
-    calibration = Calibration(open_run(run), "CPU", read_reached()[0])
+    calibration = Calibration(open_run(run), "CPU", REACHED)
     workload = calibration.workload(Workload())
-    planner = Planner(calibration.config, "CPU", *read_reached(), workload, calibration=calibration)
+    planner = Planner(calibration.config, "CPU", REACHED, REACHED_SOURCE, workload, calibration=calibration)
     found = planner.answer(planner.simulated(planner.config, workload, 2))
     assert "planted" in found["costs"]["engine"]
 

@@ -10,8 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlsys.apps.planner.engine import EngineCosts, Prefix, Request, SimulatedEngine
+from rlsys.apps.planner.engine import Prefix, Request, SimulatedEngine
 from rlsys.apps.planner.virtual_time import now, run_virtually
+from rlsys.cluster.planning.work import EngineCosts
 from tests.apps.planner.made import FREE
 
 COSTS = replace(FREE, step_s=0.01, weights_s=0.004, token_s=0.0005, request_s=0.0001, prefill_s=0.0002, max_running=8)

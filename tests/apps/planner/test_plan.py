@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -14,12 +15,13 @@ import pytest
 
 from rlsys.apps.cli.main import main
 from rlsys.apps.planner.answer import Machines, Planner, machines_of, shape_of, with_shape
-from rlsys.apps.planner.costs import HardwareCosts, Reached, read_reached
 from rlsys.apps.planner.whole_run import whole_run
 from rlsys.apps.planner.workload import Workload
-from rlsys.cluster.planning.cost import EXPECTED, SPEEDS, Shares, StepCost
+from rlsys.cluster.planning.cost import StepCost
+from rlsys.cluster.planning.hardware import REACHED, REACHED_SOURCE, SPEEDS
 from rlsys.cluster.planning.memory import count_parameters, group_memory
 from rlsys.cluster.planning.resolve import make_plan
+from rlsys.cluster.planning.work import EXPECTED, HardwareCosts
 from rlsys.config.compose import load_config
 from rlsys.config.schema import AsyncSchedule, RunConfig
 from rlsys.errors import UserError
@@ -30,25 +32,8 @@ from rlsys.weights.weight_map import read_architecture
 from tests.apps.planner.made import FREE, costs_of
 from tests.support.made_run import made_run
 
-IDEAL = Reached(
-    train_compute=0.45,
-    score_compute=0.45,
-    prefill_compute=0.45,
-    decode_memory=0.7,
-    link=0.7,
-    sync_link=0.5,
-    exchange_s=10e-6,
-    half_tokens=0.0,
-    call_s=0.0,
-    expert_compute=1.0,
-    expert_token_s=0.0,
-    expert_request_s=0.0,
-    activation_reads=0.0,
-    decode_layer_s=0.0,
-    request_s=0.0,
-    step_s=0.0,
-)
-"""The shares that `planning.cost` assumes, and no other times."""
+FEW = ("trainer.prompts_per_step=8", "algorithm.n_samples=2")
+"""Episodes of a step that is simulated in a moment."""
 
 
 @cache
@@ -56,54 +41,35 @@ def config_of(name: str = "searchr1_qwen2.5_3b_1node", *settings: str) -> RunCon
     return with_shape(load_config(name, settings))
 
 
-@pytest.mark.parametrize("name", ["searchr1_qwen2.5_3b_1node", "searchr1_qwen2.5_14b_2node"])
-def test_decode_takes_as_long_as_the_estimate_says(name: str) -> None:
-    config = config_of(name)
-    model = read_architecture(config.model.path)
-    engine = HardwareCosts(config, model, "H100", IDEAL, EXPECTED).engine()
-    estimate = StepCost(config, model, shares=Shares(0.45, 0.7, 0.7))
-    context = EXPECTED.prompt + (EXPECTED.observations + EXPECTED.generated) / 2
-    for requests in (1, 16, 128):
-        assert requests * 25e-6 < (expected := estimate.decode_s(requests)), "the host's time is hidden"
-        assert engine.decode_s(requests, requests * context)[0] == pytest.approx(expected, rel=1e-6)
-    assert engine.cache_tokens == pytest.approx(estimate.room * context)
-
-
 def test_a_step_of_full_micro_batches_takes_as_long_as_the_estimate_says() -> None:
-    """2,560 equal episodes on four data-parallel ranks; two optimiser steps reduce gradients."""
-    config = config_of()
+    """2,560 equal episodes, one in a micro-batch, on four data-parallel ranks; two optimiser steps."""
+    config = config_of("searchr1_qwen2.5_3b_1node", f"actor.micro_batch_tokens={EXPECTED.total}")
     model = read_architecture(config.model.path)
-    costs = HardwareCosts(config, model, "H100", IDEAL, EXPECTED)
-    call, estimate = costs.calls()["actor"], StepCost(config, model)
-    size = SampleSize(EXPECTED.total, EXPECTED.generated)
-    plan = [[[0]] * 640] * 4
-    training = call.seconds(plan, [size])
-    gradients = 2 * estimate.gradients_s(config.actor.parallel, (0, 1, 2, 3))
-    assert training + gradients == pytest.approx(estimate.training_s(), rel=1e-6)
-    assert call.apply_s > gradients / 2, "the optimiser's own reads and writes are added"
+    call, estimate = HardwareCosts(config, model).calls()["actor"], StepCost(config, model)
+    one_after_another = call.seconds([[[0]] * 640] * 4, [SampleSize(EXPECTED.total, EXPECTED.generated)]) - call.call_s
+    assert one_after_another + 2 * call.apply_s == pytest.approx(estimate.training_s(), rel=1e-6)
 
 
-def test_small_micro_batches_reach_a_smaller_share() -> None:
+def test_a_micro_batch_launches_its_kernels_whatever_its_tokens() -> None:
+    """Three passes through 36 layers: a forward pass, and a backward pass of twice as many operations."""
     config = config_of()
     model = read_architecture(config.model.path)
-    call = HardwareCosts(config, model, "H100", replace(IDEAL, half_tokens=1000.0), EXPECTED).calls()["actor"]
-    full = replace(call, half_tokens=0.0)
-    sizes = [SampleSize(1000, 100)]
-    assert call.batch_s(sizes) == pytest.approx(2 * full.batch_s(sizes))
+    call = HardwareCosts(config, model, reached=replace(REACHED, layer_s=0.001)).calls()["actor"]
+    one, two = (call.batch_s([SampleSize(1000, 100)] * number) for number in (1, 2))
+    assert 2 * one - two == pytest.approx(3 * 36 * 0.001)
 
 
 def test_pipeline_stages_wait_for_the_first_and_the_last_micro_batch() -> None:
     config = config_of()
     model = read_architecture(config.model.path)
-    call = replace(HardwareCosts(config, model, "H100", IDEAL, EXPECTED).calls()["actor"], stages=4, token_s=0.0)
+    call = replace(HardwareCosts(config, model).calls()["actor"], stages=4)
     sizes = [SampleSize(1000, 100)]
     one = call.batch_s(sizes)
-    assert call.seconds([[[0]] * 8], sizes) == pytest.approx((8 + 3) * one)
+    assert call.seconds([[[0]] * 8], sizes) - call.call_s == pytest.approx((8 + 3) * one)
 
 
 def planner(config: RunConfig, **workload: Any) -> Planner:
-    reached, source = read_reached()
-    return Planner(config, "H100", reached, source, replace(Workload(), **workload))
+    return Planner(config, "H100", REACHED, REACHED_SOURCE, replace(Workload(), **workload))
 
 
 @pytest.fixture(scope="module")
@@ -165,7 +131,7 @@ def test_bottleneck_is_the_busiest_group(answer: dict[str, Any]) -> None:
 
 
 def test_changes_that_help_are_simulated_and_sorted() -> None:
-    config = config_of("searchr1_qwen2.5_3b_1node", "trainer.prompts_per_step=16")
+    config = config_of("searchr1_qwen2.5_3b_1node", *FEW)
     found = planner(config).helps()
     assert [one["saves_s"] for one in found] == sorted((one["saves_s"] for one in found), reverse=True)
     ahead = next(one for one in found if one["change"] == "async with max_staleness=1")
@@ -203,14 +169,27 @@ def test_machines_are_read_and_applied() -> None:
 
 
 @pytest.mark.parametrize(
+    ("read", "text", "code", "key"),
+    [
+        (Machines.parse, "8", "malformed", "--on"),
+        (Machines.parse, "0xH100", "malformed", "--on"),
+        (Machines.parse, "8xT4", "unknown", "--on"),
+        (lambda text: Workload().changed([text]), "length=3", "unknown", "--assume"),
+        (lambda text: Workload().changed([text]), "turn=-3", "out_of_range", "--assume"),
+    ],
+)
+def test_machines_and_assumptions_that_cannot_be_are_refused(
+    read: Callable[[str], Any], text: str, code: str, key: str
+) -> None:
+    with pytest.raises(UserError) as refused:
+        read(text)
+    assert (refused.value.code, refused.value.key) == (code, key)
+
+
+@pytest.mark.parametrize(
     ("words", "code", "key"),
     [
-        (["--on", "8"], "malformed", "--on"),
-        (["--on", "0xH100"], "malformed", "--on"),
-        (["--on", "8xT4"], "unknown", "--on"),
         (["--on", "16xH100"], "mismatch", "cluster.placement"),
-        (["--assume", "length=3"], "unknown", "--assume"),
-        (["--assume", "turn=-3"], "out_of_range", "--assume"),
         (["--assume", "turn=many"], "out_of_range", "--assume"),
         (["--calibrate", "/none/such"], "not_found", "/none/such"),
         (["model.path=/none/such"], "unknown", "model.path"),
@@ -236,7 +215,7 @@ def test_command_prints_the_prediction_and_writes_it_where_a_report_finds_it(
     form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run, page = made_run(tmp_path / "run"), tmp_path / "plan.html"
-    words = ["plan", "-c", "searchr1_qwen2.5_3b_1node", "--on", "8xH200", "trainer.prompts_per_step=8"]
+    words = ["plan", "-c", "searchr1_qwen2.5_3b_1node", "--on", "8xH200", *FEW]
     words += ["--json"] if form == "json" else ["--html", str(page), "--save", str(run)]
     monkeypatch.setattr(sys, "argv", ["rlsys", *words])
     with pytest.raises(SystemExit) as ended:

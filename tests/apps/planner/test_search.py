@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
+from itertools import product
+from statistics import fmean
 from typing import Any
 
 import numpy as np
 import pytest
 
 from rlsys.apps.planner.answer import Planner, check, with_shape
-from rlsys.apps.planner.costs import read_reached
 from rlsys.apps.planner.engine import Prefix, Request, SimulatedEngine
-from rlsys.apps.planner.estimate import calls_s, generation_s, steady_generation_s
-from rlsys.apps.planner.search import PlacementSearch, render_search
+from rlsys.apps.planner.estimate import calls_s, generation_s, longest_of, packed, steady_generation_s
+from rlsys.apps.planner.search import Candidate, PlacementSearch, render_search, unbeaten
 from rlsys.apps.planner.virtual_time import now, run_virtually
 from rlsys.apps.planner.workload import Workload
+from rlsys.cluster.planning.hardware import REACHED, REACHED_SOURCE
 from rlsys.cluster.planning.placement import parse_placement
 from rlsys.config.compose import load_config
 from rlsys.errors import UserError
@@ -26,15 +28,26 @@ NAME = "searchr1_qwen2.5_3b_1node"
 FEW = "trainer.prompts_per_step=16"
 
 
+MOST = 6
+"""Candidates that are simulated."""
+
+
+def planner(*settings: str) -> Planner:
+    return Planner(with_shape(load_config(NAME, settings)), "H100", REACHED, REACHED_SOURCE, Workload())
+
+
 def search_of(*settings: str) -> PlacementSearch:
-    return PlacementSearch(
-        Planner(with_shape(load_config(NAME, settings)), "H100", *read_reached(), Workload()), episodes=200
-    )
+    return PlacementSearch(planner(*settings), episodes=200, most=MOST)
 
 
 @pytest.fixture(scope="module")
-def found() -> list[dict[str, Any]]:
-    return search_of(FEW).best()
+def searched() -> PlacementSearch:
+    return search_of(FEW)
+
+
+@pytest.fixture(scope="module")
+def found(searched: PlacementSearch) -> list[dict[str, Any]]:
+    return searched.best()
 
 
 def test_every_candidate_can_run_and_its_overrides_make_it(found: list[dict[str, Any]]) -> None:
@@ -57,8 +70,43 @@ def test_no_candidate_beats_another_and_the_fastest_comes_first(found: list[dict
 
 
 def test_result_can_be_pasted(found: list[dict[str, Any]]) -> None:
-    last = render_search(found, 7).rsplit("\n", 1)[-1]
+    last = render_search(found, {}).rsplit("\n", 1)[-1]
     assert "'cluster.placement={actor: '\"'\"'0" in last
+
+
+class Counted(PlacementSearch):
+    """Search that simulates a candidate once."""
+
+    known: dict[int, dict[str, Any]]
+
+    def figures(self, candidate: Candidate) -> dict[str, Any]:
+        if id(candidate) not in self.known:
+            self.known[id(candidate)] = super().figures(candidate)
+        return self.known[id(candidate)]
+
+
+def test_bounds_rule_out_no_candidate_that_none_beats() -> None:
+    """Every second candidate of five devices: the answer is that of simulating all of them."""
+    search = Counted(planner(FEW, "cluster.devices_per_node=5", "cluster.device_memory_gib=70"), 200, most=1000)
+    search.known = {}
+    some = search.candidates()[::2]
+    found = search.best(some)
+    assert search.counts["ruled out"] == len(some) - len(search.known) > 0
+    figures = [search.figures(one) for one in some]
+    assert found == unbeaten(figures)
+    for one, known in zip(some, figures, strict=True):
+        bound = one.bound
+        assert known["tokens_per_s"] <= bound["tokens_per_s"]
+        assert {key: known[key] for key in ("staleness", "memory_gib_per_rank")} == {
+            key: bound[key] for key in ("staleness", "memory_gib_per_rank")
+        }
+
+
+def test_no_more_candidates_are_simulated_than_asked(searched: PlacementSearch, found: list[dict[str, Any]]) -> None:
+    counts = searched.counts
+    assert counts["candidates"] > 1000
+    assert counts["simulated"] == MOST >= len(found)
+    assert sum(counts.values()) == 2 * counts["candidates"]
 
 
 def test_a_model_that_fits_nowhere_is_refused() -> None:
@@ -95,8 +143,9 @@ def test_estimate_of_generation_agrees_with_the_simulated_engine(running: int) -
     assert generation_s(costs, sorted(lengths), 50, len(lengths)) == pytest.approx(run_virtually(run()), rel=0.1)
 
 
-def test_estimate_of_steady_generation_agrees_with_the_simulated_engine() -> None:
-    """64 requests at a time, of which another begins whenever one ends; the first and the last 500 are not counted."""
+@pytest.mark.parametrize("samples", [1, 8])
+def test_estimate_of_steady_generation_agrees_with_the_simulated_engine(samples: int) -> None:
+    """64 slots; another prompt group begins whenever one has ended. The first and the last 500 are not counted."""
     costs = replace(FREE, token_s=1e-4, request_s=5e-5, cache_s=2e-6, prefill_s=1e-5)
     lengths = np.exp(np.random.default_rng(0).normal(4, 0.6, 2500)).round().clip(1, 400).tolist()
 
@@ -104,27 +153,41 @@ def test_estimate_of_steady_generation_agrees_with_the_simulated_engine() -> Non
         engine, done, left, times = SimulatedEngine(costs), asyncio.Event(), [*lengths], [0.0]
 
         def begin() -> None:
-            engine.submit(Request(Prefix(50, 1), ended=end, left=left.pop()))
+            prefix = Prefix(50, samples)
+            for _ in range(min(samples, len(left))):
+                engine.submit(Request(prefix, ended=end, left=left.pop()))
 
         def end(request: Request) -> None:
             engine.leave(request)
             times.append(now())
-            if left:
+            if left and not request.prefix.episodes:
                 begin()
-            else:
+            elif len(times) > 2000:
                 done.set()
 
-        for _ in range(64):
+        for _ in range(64 // samples):
             begin()
         await done.wait()
         return times[2000] - times[500]
 
-    expected = steady_generation_s(costs, sorted(lengths), 50, 1500, 64)
+    expected = steady_generation_s(costs, sorted(lengths), 50, 1500, 64, samples)
     assert expected == pytest.approx(run_virtually(run()), rel=0.1)
 
 
 def test_estimate_of_calls_is_that_of_equal_ranks() -> None:
-    call = replace(costs_of(FREE, 1e-3, 1e-3).calls["actor"], half_tokens=50.0, stages=2, call_s=0.5, apply_s=0.25)
+    call = replace(costs_of(FREE, 1e-3, 1e-3).calls["actor"], launch_s=0.5, stages=2, call_s=0.5, apply_s=0.25)
     size = SampleSize(100, 50)
     plan = [[[0, 0], [0, 0], [0, 0]]] * 4
-    assert calls_s(call, size, 6, 200, 1) == pytest.approx(call.seconds(plan, [size]) + 0.25)
+    assert calls_s(call, size, 6, 2, 1) == pytest.approx(call.seconds(plan, [size]) + 0.25)
+
+
+def test_longest_of_a_group_is_that_of_all_draws() -> None:
+    lengths = [1.0, 2.0, 2.0, 7.0]
+    for count in (1, 2, 3):
+        draws = [max(draw) for draw in product(lengths, repeat=count)]
+        assert longest_of(lengths, count) == pytest.approx(fmean(draws))
+
+
+def test_micro_batches_are_packed_by_first_fit() -> None:
+    """90 + 10, 60 + 10, 50, and 120 alone: six samples in four micro-batches of 100 tokens."""
+    assert packed([10, 10, 50, 60, 90, 120], 100) == 6 / 4

@@ -13,13 +13,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from rlsys.config.schema import RunConfig
 from scripts.memory_tables import gpu_experiments
 from scripts.split_tables import PAGE
 
-PEAK, BANDWIDTH, LINK, NETWORK = 0.45 * 989e12, 0.7 * 3.35e12, 0.7 * 450e9, 0.7 * 50e9
-"""What an H100 reaches, by its data sheet and the shares that the page assumes; NETWORK is one port of 400 Gbit/s."""
+REACHED = yaml.safe_load(Path("rlsys/cluster/planning/reached.yaml").read_text())["values"]
+PEAK, BANDWIDTH = REACHED["compute"] * 989e12, REACHED["memory"] * 3.35e12
+LINK, NETWORK = REACHED["link"] * 450e9, REACHED["link"] * 50e9
+"""What an H100 reaches, by its data sheet and the shares of it; NETWORK is one port of 400 Gbit/s."""
 PROMPT, FOUND, SAID = 200, 850, 350
 TOKENS = PROMPT + FOUND + SAID
 CONTEXT = PROMPT + (FOUND + SAID) / 2
@@ -40,6 +43,10 @@ class Worked:
         ffn = shape.get("moe_intermediate_size", 0) or shape["intermediate_size"]
         attention = self.hidden * (2 * queries + 2 * self.keys)
         experts, mlp = shape.get("num_experts", 1), 3 * self.hidden * ffn
+        self.peak = PEAK * (REACHED["expert_compute"] if self.active else 1)
+        self.routed = 2 * self.layers * experts * mlp if self.active else 0
+        """Bytes of all experts."""
+        self.share = self.active / experts
         embeddings = (1 if shape["tie_word_embeddings"] else 2) * vocab * self.hidden
         self.weights = embeddings + self.layers * (
             attention + experts * mlp
@@ -74,14 +81,21 @@ class Worked:
         """Seconds of a Megatron group's passes; a critic has the devices and sizes of the actor."""
         settings, ranks = getattr(self.config, group), self.ranks("actor" if group == "critic" else group)
         tp, pp, cp, ep = (getattr(settings.parallel, name) for name in ("tp", "pp", "cp", "ep"))
-        copies, tokens = len(ranks) // (tp * pp), self.episodes * TOKENS
-        seconds = forwards * self.forward(targets) / (len(ranks) * PEAK)
-        seconds += exchanges * tokens / copies * self.exchanged(ranks, tp, pp, cp, ep)
-        micro_batches = tokens * cp / copies / settings.micro_batch_tokens
+        devices, tokens = len(ranks), self.episodes * TOKENS
+        copies = devices // (tp * pp * cp)
+        seconds = forwards * self.forward(targets) / (devices * self.peak)
+        moved = REACHED["activation_reads"] * (1 + self.active) * self.layers * self.hidden * 2
+        seconds += forwards * tokens * moved / devices / BANDWIDTH
+        seconds += exchanges * tokens / copies / cp * self.exchanged(ranks, tp, pp, cp, ep)
+        micro_batches = tokens / copies / settings.micro_batch_tokens
+        launch = REACHED["layer_s"] + (REACHED["expert_layer_s"] if self.active else 0)
+        seconds += micro_batches * forwards * self.layers / pp * launch
         bubble = min((pp - 1) / pp, sqrt(2 * (pp - 1) * max(1, updates) / micro_batches))
         held = self.weights / pp / max(tp, ep)  # Gradients in float32, and weights in bfloat16.
-        reduced = (copies - 1) / copies * held * (4 + 2) / self.link(ranks, len(ranks) // pp)
-        return seconds * (1 + bubble) + updates * reduced
+        copies *= cp
+        applied = (copies - 1) / copies * held * (4 + 2) / self.link(ranks, devices // pp)
+        applied += REACHED["call_s"] + 34 * self.weights / devices / BANDWIDTH
+        return seconds * (1 + bubble) + updates * applied
 
     def inference(self) -> float:
         return self.passes("inference", 2, 2, SAID, 0)
@@ -95,17 +109,19 @@ class Worked:
         updates = self.config.trainer.mini_batches
         seconds = self.passes("actor", self.actor_passes + again, 2 + again, SAID, updates)
         if self.config.algorithm.advantage.kind == "gae":
-            seconds += self.passes("critic", 4 + again, 3 + again, 0, updates)
+            seconds += self.passes("critic", 3 + again, 2 + again, 0, updates) + self.passes("critic", 1, 1, 0, 0)
         return seconds
 
     def decode(self, requests: float) -> float:
         """Seconds of a decode step of one engine."""
         tp, ranks = self.config.rollout.engine.tp, self.ranks("rollout")
-        weights = 2 * self.weights / tp / BANDWIDTH
-        products = requests * (self.per_token + self.logits) / (tp * PEAK)
+        layer = REACHED["decode_layer_s"] + (REACHED["decode_expert_s"] if self.active else 0)
+        layer += 2 * REACHED["exchange_s"] if tp > 1 else 0
+        used = (2 * self.weights - self.routed) + self.routed * (1 - (1 - self.share) ** requests)
+        products = requests * (self.per_token + self.logits) / (tp * self.peak)
         cache = requests * CONTEXT * self.layers * 2 * max(1, self.heads // tp) * self.size * 2 / BANDWIDTH
-        exchange = requests * self.exchanged(ranks, tp) + (2 * self.layers * 10e-6 if tp > 1 else 0)
-        return max(max(weights, products) + cache + exchange, requests * 25e-6)
+        each = self.exchanged(ranks, tp) + REACHED["request_s"]
+        return self.layers * layer + max(used / tp / BANDWIDTH, products) + cache + requests * each
 
     @property
     def engines(self) -> int:
@@ -118,7 +134,9 @@ class Worked:
     def rollout(self) -> float:
         tp, task, share = self.config.rollout.engine.tp, self.config.task, self.episodes / self.engines
         new = FOUND + PROMPT / self.config.algorithm.n_samples
-        per_token = (self.per_token + self.squares * TOKENS) / (tp * PEAK) + self.exchanged(self.ranks("rollout"), tp)
+        per_token = (self.per_token + self.squares * TOKENS) / (tp * self.peak) + self.exchanged(
+            self.ranks("rollout"), tp
+        )
         last = (task.max_turns + 1) * task.max_turn_tokens - SAID
         return (
             share * SAID / self.requests * self.decode(self.requests) + share * new * per_token + last * self.decode(1)
