@@ -361,9 +361,14 @@ def predict(case: Case, reached: Reached) -> float:
     keeps = bool(part(case.row, "schedule", "in_flight_weight_updates"))
     costs = replace(costs, sync=replace(costs.sync, keeps_cache=keeps))
     steps = measured_steps(case.config, EPISODES)
-    # Systems that count staleness in steps hand over whole steps; others hand over samples.
-    whole = str(part(case.row, "schedule", "staleness_unit")).startswith("steps")
+    whole = hands_over_steps(case.row)
     return simulate(case.config, costs, case.workload, flops_of(case.model), steps, whole=whole).step_s
+
+
+def hands_over_steps(row: Mapping[str, Any]) -> bool:
+    """Return True if a row's system trains on whole steps, and so counts staleness in steps; others take samples."""
+    unit = str(part(row, "schedule", "staleness_unit"))
+    return row["schedule"]["kind"] == "one-step-off" or unit.startswith("steps")
 
 
 def cases_of(rows: Iterable[Mapping[str, Any]], assumed: Assumed) -> tuple[list[Case], dict[str, str]]:

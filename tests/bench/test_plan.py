@@ -9,7 +9,19 @@ import numpy as np
 import pytest
 import yaml
 
-from bench.plan import ROWS, Assumed, Case, case_of, cases_of, fitted_rows, part, read_rows, speedups, stages_of
+from bench.plan import (
+    ROWS,
+    Assumed,
+    Case,
+    case_of,
+    cases_of,
+    fitted_rows,
+    hands_over_steps,
+    part,
+    read_rows,
+    speedups,
+    stages_of,
+)
 from rlsys.cluster.planning.hardware import REACHED, REACHED_FILE
 from rlsys.config.derived import on_update
 from rlsys.config.schema import Mode, SequentialSchedule
@@ -65,15 +77,19 @@ def test_lengths_of_a_published_row_are_stated_or_those_of_its_kind_of_model() -
 
 
 @pytest.mark.parametrize(
-    ("name", "in_flight", "goes_on"),
+    ("name", "in_flight", "goes_on", "steps"),
     [
-        ("nemo-0.6-q30-h100-32-1off", 64 * 32, "continue"),
-        ("nemo-0.6-q30-h100-192-8off", 8 * 64 * 32, "continue"),
-        ("v1off-mcore-async", 512 * 12, "finish"),
+        ("nemo-0.6-q30-h100-32-1off", 64 * 32, "continue", True),
+        ("nemo-0.6-q30-h100-192-8off", 8 * 64 * 32, "continue", True),
+        ("v1off-mcore-async", 512 * 12, "finish", True),
+        ("vfa30b-async", 22 * 24 * 16, "continue", False),
     ],
 )
-def test_as_many_episodes_are_in_flight_as_a_row_may_be_ahead(name: str, in_flight: int, goes_on: str) -> None:
+def test_as_many_episodes_are_in_flight_as_a_row_may_be_ahead(
+    name: str, in_flight: int, goes_on: str, steps: bool
+) -> None:
     case = published(name)
+    assert hands_over_steps(case.row) is steps
     assert case.config.rollout.max_episodes * case.engines == in_flight
     assert part(case.row, "batch", "samples_per_prompt") == case.config.algorithm.n_samples
     assert on_update(case.config) == goes_on
