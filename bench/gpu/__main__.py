@@ -35,7 +35,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.gpu import bundle
-from bench.gpu.figures import PROJECT, SCALES, Figure, Outcome
+from bench.gpu.figures import PROJECT, SCALES, Figure, Outcome, work_of
 from bench.gpu.part import COMMON, MODEL_LIMIT_S, PARTS, lacks, read
 from rlsys.cluster.local_ray import adopt_orphans, descendants, end
 from rlsys.config.schema import Device
@@ -103,6 +103,7 @@ def measure(chosen: Sequence[str], device: Device, small: bool) -> int:
     commit, changed = commit_of(PROJECT)
     versions, result = environment(), RESULTS[scale]
     described = {"device": versions.get("gpus", "no GPU"), "versions": versions, "commit": commit, "changed": changed}
+    described["work"] = work_of(SCALES[scale])
     outcomes = _kept(result, described)
     adopt_orphans()
     logs = result.with_suffix("").absolute()

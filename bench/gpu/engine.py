@@ -18,7 +18,7 @@ from time import perf_counter
 
 import torch
 
-from bench.gpu.figures import Figure, Setting, compared, holds
+from bench.gpu.figures import PROMPT_TOKENS, Figure, Setting, compared, holds
 from bench.gpu.part import in_new_process
 from rlsys.config.schema import OnUpdate, RolloutConfig, SearchConfig, SglangConfig, SyncMode, TaskConfig
 from rlsys.observe.environment import version_of
@@ -28,7 +28,6 @@ from rlsys.weights.hf_io import HfReader
 from rlsys.weights.transport import TransportSpec, digest, open_sender, pack_into
 from rlsys.weights.weight_map import aligned, packed
 
-PROMPT_TOKENS = 32
 MEMORY_FRACTION = 0.6
 """Leaves room for staged weights and the sender's buckets on the same device."""
 GREEDY_TOKENS = 32

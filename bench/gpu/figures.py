@@ -6,12 +6,15 @@ Loads no torch, so that `python -m bench.gpu` can say that torch is missing.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from rlsys.config.schema import Device, Dtype
 
 PROJECT = Path(__file__).resolve().parents[2]
+PROMPT_TOKENS = 32
+"""Tokens of a prompt of the engine."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +74,11 @@ SMALL = Scale(
 )
 """A smoke test that also runs without a GPU."""
 SCALES = {"full": FULL, "small": SMALL}
+
+
+def work_of(scale: Scale) -> dict[str, Any]:
+    """Return the sizes of the measured work, for those who compare figures with formulas."""
+    return {**asdict(scale), "shape": scale.shape.name, "prompt_tokens": PROMPT_TOKENS}
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,7 @@ _ON = "Machines, such as 8xH100 or 2x8xH200; by default those of the config, wit
 _ASSUME = "Assumption about episodes, such as turn=400; may be repeated."
 _PRICE = "Price of a device and hour, for the cost of the run."
 _CALIBRATE = "Folder of a run, whose measured costs and episodes replace the assumed ones."
+_BENCH = "Result file of `python -m bench.gpu`, whose measured shares replace the fitted ones."
 _HTML = "File to which the prediction is written as a page, with the timeline of the simulated steps."
 _SAVE = "Folder of a run, into which the prediction is written; `rlsys report` shows it beside what was measured."
 
@@ -28,6 +29,7 @@ def command(
     assume: Annotated[list[str] | None, Option(metavar="KEY=VALUE", help=_ASSUME)] = None,
     price_per_gpu_hour: Annotated[float | None, Option(min=0, help=_PRICE)] = None,
     calibrate: Annotated[Path | None, Option(metavar="RUN", help=_CALIBRATE)] = None,
+    bench: Annotated[Path | None, Option(metavar="FILE", help=_BENCH)] = None,
     html: Annotated[Path | None, Option(metavar="FILE", help=_HTML)] = None,
     save: Annotated[Path | None, Option(metavar="RUN", help=_SAVE)] = None,
     search: Annotated[bool, Option("--search", help="Search placements, parallel sizes and schedules.")] = False,
@@ -43,6 +45,7 @@ def command(
     # Imported late: Ray takes seconds to load.
     from rlsys.apps.planner.answer import Planner, machines_of, render, with_shape
     from rlsys.apps.planner.calibrate import Calibration
+    from rlsys.apps.planner.gpu_bench import read_bench
     from rlsys.apps.planner.page import save_prediction, write_page
     from rlsys.apps.planner.search import PlacementSearch, render_search
     from rlsys.apps.planner.workload import Workload
@@ -50,9 +53,12 @@ def command(
     from rlsys.observe.run_folder import open_run
 
     config, device = machines_of(with_shape(config), on, placed=not search)
-    measured = None if calibrate is None else Calibration(open_run(calibrate), device, REACHED)
+    reached, source = REACHED, REACHED_SOURCE
+    if bench is not None:
+        reached, source = read_bench(bench, device).reached(reached, source)
+    measured = None if calibrate is None else Calibration(open_run(calibrate), device, reached)
     workload = (Workload() if measured is None else measured.workload(Workload())).changed(assume or ())
-    planner = Planner(config, device, REACHED, REACHED_SOURCE, workload, seed, measured)
+    planner = Planner(config, device, reached, source, workload, seed, measured)
     if search:
         placements = PlacementSearch(planner)
         best = placements.best()
