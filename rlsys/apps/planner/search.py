@@ -43,7 +43,7 @@ from rlsys.config.schema import AsyncSchedule, Mode, PipelinedSchedule, RunConfi
 from rlsys.errors import UserError
 from rlsys.trainer.batches import SampleSize
 
-MOST = 24
+MOST = 12
 """Candidates that are simulated by default."""
 STALENESS = (1, 2)
 """`max_staleness` of the async schedules."""
