@@ -134,5 +134,5 @@ def test_plan_has_the_weights_and_operations_of_the_teacher(distilled: TinyRun, 
     assert held["activations"] > 1.5 * alone["activations"], "the teacher's hidden size is twice the policy's"
     cost = StepCost(distilled(), policy)
     theirs, ours = (flops_of(one).of(cost.episode.total, cost.episode.generated) for one in (teacher, policy))
-    assert cost.scoring_passes() == pytest.approx(1.0 + theirs / ours)
-    assert StepCost(distilled(SERVER), policy).scoring_passes() == 1.0
+    assert cost.work.passes()["inference"] == pytest.approx(1.0 + theirs / ours)
+    assert StepCost(distilled(SERVER), policy).work.passes()["inference"] == 1.0
