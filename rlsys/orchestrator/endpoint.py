@@ -48,7 +48,7 @@ class EndpointSettings:
     max_answer_bytes: int
     """Largest response body. httpx limits headers to 100 KB."""
     remedy: str
-    """What to do if all tries fail, as the end of a sentence."""
+    """Advice if all tries fail, as the end of a sentence."""
     hints: Mapping[int, str]
     """HTTP status -> remedy."""
     token_env: str | None = None

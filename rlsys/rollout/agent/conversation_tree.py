@@ -288,16 +288,21 @@ class ConversationTree:
         `text` is the rendering of the whole request. Between the former prompt and what follows, it must have the
         message of `parent` as it was sent.
         """
-        said = parent.messages[-1]
+        said, place, offered = parent.messages[-1], len(parent.messages) - 1, list(tools) or None
+        bare = ""
         try:
-            following = self._codec.following(messages, len(parent.messages) - 1, list(tools) or None)
+            following = self._codec.following(messages, place, offered)
+            if said.get("tool_calls"):
+                bare = self._codec.chat([*messages[:place], {**said, "content": ""}, *messages[place + 1 :]], offered)
         except Exception:  # noqa: BLE001, raised by the template, which may refuse a result without its call.
             return None
         if not (text.startswith(parent.text) and text.endswith(following)):
             return None
         between = text[len(parent.text) : len(text) - len(following)].strip()
         content = said["content"].strip()
-        if not (between.startswith(content) if said.get("tool_calls") else between == content):
+        # Some templates leave the text out of a message with calls.
+        calls = bare[len(parent.text) : len(bare) - len(following)].strip()
+        if not (between.startswith(content) and between.removeprefix(content).strip() == calls):
             return None
         last = parent.turn.output_ids[-1:]
         return following.removeprefix(self._codec.special_text(last[0]) if last else "")

@@ -19,8 +19,8 @@ ENGINE = replace(FREE, step_s=0.01, max_running=64)
 """One decode step takes 0.01 s, whatever its batch: an episode of 100 tokens takes 1.01 s, prefill included."""
 TOKENS = 110
 """Tokens of an episode of `EQUAL`."""
-ANOMALY = 0.15
-"""Share of a step by which an improvement may make a step longer: list scheduling has such anomalies (Graham 1969)."""
+ANOMALY = 0.1
+"""Share by which an improvement may make a trained token slower: list scheduling has such anomalies (Graham 1969)."""
 TAILS = Workload(prompt=10, turn=60, spread=0.8, calls=1, observation=20, tool_s=0.3, tool_spread=0.8, tools_per_s=50)
 
 
@@ -129,19 +129,23 @@ IMPROVED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 
 def improved(seed: int, staleness: int | None, values: dict[str, Any]) -> float:
-    """Return the seconds of a step with the settings `values`."""
+    """Return the seconds per trained token with the settings `values`.
+
+    A step of async trains what ended first, so with a longer tail its episodes are shorter.
+    """
     held = {"engines": 1, "training": 1e-3, "inference": 5e-4, "sync": 1.0, "engine": ENGINE, **values}
     engine: EngineCosts = held["engine"]
     sync = SyncCosts(1.0, 0.0, held["sync"], held["sync"], held["sync"] / 4)
     lengths = {name: held[name] for name in ("tool_s", "tools_per_s", "spread") if name in held}
     config = config_of(prompts=6, samples=3, engines=held["engines"], staleness=staleness)
     costs = costs_of(engine, held["training"], held["inference"], sync=sync)
-    return simulated(config, costs, replace(TAILS, **lengths), measured=6, seed=seed).step_s
+    found = simulated(config, costs, replace(TAILS, **lengths), measured=6, seed=seed)
+    return found.seconds / sum(step.tokens for step in found.steps)
 
 
 @pytest.mark.parametrize("change", IMPROVED)
 @given(seed=st.integers(0, 10_000), staleness=st.sampled_from([None, 0, 1]))
-@settings(max_examples=3, derandomize=True)  # A few seeds have larger anomalies than the bound.
+@settings(max_examples=3)
 def test_more_of_anything_never_hurts(change: str, seed: int, staleness: int | None) -> None:
     worse, better = (improved(seed, staleness, values) for values in IMPROVED[change])
     assert better <= worse * (1 + ANOMALY)

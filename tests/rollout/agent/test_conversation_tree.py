@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from rlsys.rollout.agent.conversation_tree import Cause, ConversationTree
@@ -36,7 +36,8 @@ def test_a_hundred_thousand_conversations(template: Template) -> None:
 
 
 @given(template=st.sampled_from(TEMPLATES), seed=st.integers(0, 2**64))
-@settings(max_examples=200, deadline=None, derandomize=True)
+@settings(max_examples=200, deadline=None)
+@example(template=LLAMA, seed=4203482)  # The text "{" before a call, which the template leaves out.
 def test_any_conversation_trains_what_was_sampled_once(template: Template, seed: int) -> None:
     fuzz(template, seed)
 
