@@ -4,8 +4,8 @@ A key's bounds and unit are in its type; its explanation is the string literal u
 key are found by following types through the syntax trees. An attribute counts as read only if the expression before it
 is known to have the class that owns it: `engine.tp` does not read `ParallelConfig.tp`. Types are followed through
 annotations, attributes of the code's own classes, assignments (also of tuples, and of either branch), loops over
-literal tuples, maps of groups and `dataclasses.replace`. Other reads do not count, so the result may miss files but never adds one. A
-file that calls a function of config/derived.py counts as a reader of the keys that the function reads.
+literal tuples, maps of groups and `dataclasses.replace`. Other reads do not count, so the result may miss files but
+never adds one. A file that calls a function of config/derived.py counts as a reader of the keys that the function reads.
 """
 
 from __future__ import annotations

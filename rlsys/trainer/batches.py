@@ -217,7 +217,8 @@ def collate(
 
     If `packed`, each sequence is padded to a multiple of `room_multiple`. `mask_of` selects the targets of a
     trajectory. An optional array is None if any sample lacks it; routes are unknown where a sample lacks them. Without
-    samples, the result is one row of padding, for a rank that has fewer samples than others. Raises ValueError if `room_multiple` does not divide `multiple_of`.
+    samples, the result is one row of padding, for a rank that has fewer samples than others. Raises ValueError if
+    `room_multiple` does not divide `multiple_of`.
     """
     if multiple_of % room_multiple:
         raise ValueError(f"A row of {multiple_of} tokens cannot be cut into sequences of {room_multiple}.")

@@ -15,7 +15,8 @@ class Flops:
 
     A matrix of p parameters takes 2 p operations per token. Causal attention of width a (heads x head dimension)
     compares each token with n / 2 others on average and sums as many values; in the local layers, a token beyond the
-    window is compared with m. The output layer runs only at the k positions before targets. Norms, rotary positions and softmax are neglected, about 1 % of the total.
+    window is compared with m. The output layer runs only at the k positions before targets. Norms, rotary positions and
+    softmax are neglected, about 1 % of the total.
     """
 
     per_token: float

@@ -36,8 +36,9 @@ def steady_generation_s(
     """Return the seconds in which an engine ends `requests` responses while others begin.
 
     It has `slots` for responses. A prompt group holds its `samples` slots until its longest response has ended, so on
-    average a slot is in use for a mean length in the longest of `samples`. They share the prompt. A long response is in flight for longer: the
-    mean length of those in flight so far is the mean square / twice the mean. `lengths` are sorted.
+    average a slot is in use for a share of mean length / longest of `samples` of the time. They share the prompt. A long
+    response is in flight for longer, so the mean length of those in flight is the mean square / twice the mean so far.
+    `lengths` are sorted.
     """
     mean = fmean(lengths)
     context = prompt / samples + fmean(length * length for length in lengths) / (2 * mean)

@@ -1,8 +1,8 @@
 """Configures a model's layers: Transformer Engine's layers ("te"), or Megatron's own ("local") with two replacements.
 
 The replacements are `RMSNorm`, which allows sequence parallelism, and `CausalAttention`, which holds no [seq, seq]
-matrix. `complete` adds what Megatron's config cannot say. Weights and checkpoints of the two kinds of layers are interchangeable. Both kinds route a mixture of experts
-like transformers and SGLang.
+matrix. `complete` adds what Megatron's config cannot say. Weights and checkpoints of the two kinds of layers are
+interchangeable. Both kinds route a mixture of experts like transformers and SGLang.
 
 Fused kernels depend on `model.fusions` and on the machine. A CPU gets no fused kernels and keeps Megatron's defaults.
 Requirements in Megatron-core 0.16:
