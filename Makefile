@@ -18,7 +18,7 @@ test: setup lint
 	@$(PYTEST) -m "not slow" $(ARGS)
 
 test-full: setup lint
-	@$(PYTEST) $(ARGS)
+	@$(PYTEST) --hypothesis-profile=random $(ARGS)
 
 lint: setup
 	@.venv/bin/ruff format --check .

@@ -44,7 +44,7 @@ class Condition:
     busy: int = 0
     """Number of busy processes beside the tests."""
     seed: int | None = None
-    """Seed of a random order of the tests; None keeps the default order."""
+    """Seed of a random order of the tests and of Hypothesis's examples; None keeps the default order and examples."""
     target: str = "test"
     """Target of the Makefile."""
 
@@ -133,14 +133,14 @@ def groups(cases: Iterable[tuple[str, float]]) -> list[tuple[str, int, float]]:
 
 def run(condition: Condition) -> Outcome:
     """Run the condition's target of the Makefile, with lint and types."""
-    order = [] if condition.seed is None else [f"--order-seed={condition.seed}"]
+    draws = f"--hypothesis-profile=random --hypothesis-seed={condition.seed} --order-seed={condition.seed}"
     environment = dict(os.environ)
     if condition.capability:
         environment["ATEN_CPU_CAPABILITY"] = condition.capability
     RESULT.parent.mkdir(parents=True, exist_ok=True)
     with file_of(condition, "log").open("w") as output, busy(condition.busy):
         begun = time.monotonic()
-        arguments = " ".join([f"--junitxml={file_of(condition, 'xml')}", *order])
+        arguments = f"--junitxml={file_of(condition, 'xml')} {'' if condition.seed is None else draws}"
         command = ["make", condition.target, f"ARGS={arguments}"]
         process = subprocess.Popen(command, env=environment, stdout=output, stderr=output)
         memory = Memory(process.pid)
