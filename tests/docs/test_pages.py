@@ -14,7 +14,6 @@ from typing import Any, get_args
 import pytest
 
 import rlsys
-from bench.prose import RETIRED
 from rlsys.config.schema import RunConfig, free_maps, schema_keys
 from rlsys.errors import Code
 from scripts import api_reference, commands_reference
@@ -64,28 +63,6 @@ def test_title_is_a_question_and_lines_are_at_most_110_characters(page: Path) ->
     assert text.partition("\n")[0].endswith("?")
     prose = re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE).splitlines()
     assert [line for line in prose if len(line) > 110 and not line.startswith(("|", "!", "    "))] == []
-
-
-def retired_in(text: str) -> set[str]:
-    """Return the retired words in a text or in the parts of an identifier."""
-    return {word for word in RETIRED if re.search(rf"(?<![a-z]){word}(?![a-z])", text.lower())}
-
-
-def test_retired_words_are_in_neither_code_nor_documents() -> None:
-    names = {name for file in (PROJECT / "rlsys").rglob("*.py") for name in identifiers(file)}
-    assert {name: retired_in(name) for name in names if retired_in(name)} == {}
-    assert {page.name: retired_in(page.read_text()) for page in PAGES if retired_in(page.read_text())} == {}
-
-
-def identifiers(file: Path) -> set[str]:
-    """Return the names of variables, attributes, arguments, functions and classes."""
-    fields_of_name = ("id", "attr", "arg", "name")
-    return {
-        value
-        for node in ast.walk(ast.parse(file.read_text()))
-        for field in fields_of_name
-        if isinstance(value := getattr(node, field, None), str)
-    }
 
 
 def check(code: str) -> int:
