@@ -1,4 +1,4 @@
-"""Tests of `bench.chaos`: its plan, its judgement of runs, and that it finds whatever outlives a launch."""
+"""Tests of `bench.chaos`: its judgement of runs, and that it finds whatever outlives a launch."""
 
 from __future__ import annotations
 
@@ -8,9 +8,7 @@ import re
 import subprocess
 import sys
 import threading
-from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import count
 from pathlib import Path
@@ -21,19 +19,13 @@ import pytest
 from ray._private import services
 
 from bench.chaos.__main__ import settings_of
-from bench.chaos.faults import PARTS, STAGES, Fault, Kind, next_fault, plan
+from bench.chaos.faults import STAGES, Fault, Kind, plan
 from bench.chaos.findings import (
     ENDED,
-    HUNG,
-    RECOVERED,
     UNCLEAR,
-    Row,
-    continued,
     lost,
-    summary,
     temporary,
     verdict,
-    within_noise,
 )
 from bench.chaos.launch import HOME, isolated, others
 from bench.chaos.proxy import SLOWER, Proxy
@@ -46,40 +38,6 @@ from tests.support.paths import PROJECT
 
 UIDS = [f"q:{number}" for number in range(40)]
 SEED, STEPS, GROUPS = 3, 4, 5
-
-
-def test_first_faults_of_a_plan_have_each_kind_on_each_process_once() -> None:
-    pairs = Counter((fault.kind, fault.process) for fault in plan(1, 200))
-    assert {process for kind, process in pairs if kind is Kind.kill} == PARTS.keys() - {"run folder"}
-    assert {kind for kind, _ in pairs} == set(Kind)
-    first = [(fault.kind, fault.process) for fault in plan(1, len(pairs))]
-    assert len(set(first)) == len(pairs)
-
-
-def test_a_plan_of_200_faults_strikes_in_every_stage_of_a_run() -> None:
-    assert {fault.stage for fault in plan(1, 200)} == STAGES.keys()
-    for process in ("engine", "actor", "inference", "scheduler"):
-        hit = {fault.stage for fault in plan(1, 9 * 30) if (fault.kind, fault.process) == (Kind.kill, process)}
-        assert hit == STAGES.keys(), process
-
-
-def test_a_fault_is_repeated_by_its_seed_and_number() -> None:
-    assert plan(7, 1, first=41) == [plan(7, 60)[41]]
-    assert plan(7, 60) != plan(8, 60)
-
-
-def test_a_launch_takes_at_most_one_fault_at_its_start_and_one_at_its_end() -> None:
-    pending = plan(5, 120)
-    edges = {"start": [fault for fault in pending if fault.stage == "start"]}
-    edges["stop"] = [fault for fault in pending if fault.stage == "stop"]
-    middle = [fault for fault in pending if fault.stage not in edges]
-    assert next_fault(pending, begun=False, has_room=True) == edges["start"][0]
-    assert next_fault(pending, begun=True, has_room=True) == middle[0]
-    assert next_fault(pending, begun=True, has_room=False) == edges["stop"][0]
-    assert next_fault(middle, begun=False, has_room=True) == middle[0]
-    assert next_fault(middle, begun=True, has_room=False) is None
-    assert next_fault(edges["start"], begun=True, has_room=True) is None
-    assert next_fault([], begun=False, has_room=True) is None
 
 
 def test_rlsys_reports_every_stage_in_the_words_that_the_faults_wait_for() -> None:
@@ -186,56 +144,6 @@ def test_unfinished_files_of_a_run_are_found(tmp_path: Path) -> None:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).touch()
     assert temporary(tmp_path) == ["file .status.json.17.part", "file checkpoints/.global_step_3.partial"]
-
-
-def test_exact_matches_differ_by_more_than_noise_from_three_standard_errors_on() -> None:
-    """The standard error of a difference is sqrt(2 * 0.5 * 0.5 / 200) = 0.05."""
-    assert within_noise(0.575, 0.425, 200)
-    assert not within_noise(0.576, 0.424, 200)
-    assert within_noise(0.0, 0.0, 32)
-
-
-def test_figures_of_a_campaign_count_each_outcome() -> None:
-    rows: list[dict[str, Any]] = [
-        {"outcome": RECOVERED, "seconds": float(number), "left_over": [], "commit": "a"} for number in range(101)
-    ]
-    kept = {"seconds": None, "left_over": ["x"], "commit": "b"}
-    rows += [{"outcome": name, **kept} for name in (ENDED, HUNG, HUNG, UNCLEAR)]
-    ends = [{"setup": "plain", "em": em, "lost": ["a"], "left_over": []} for em in (0.5, 0.9, None)]
-    found = summary(rows, ends, {"plain": 0.5}, 32, 98.0)
-    assert (found["kills"], found["recovered"], found["ended_with_sentence"]) == (105, 101, 1)
-    assert (found["hung"], found["ended_unclear"], found["left_over"], found["lost"]) == (2, 1, 4, 3)
-    assert found["late"] == 2, "99 s and 100 s"
-    assert found["commits"] == {"a": 101, "b": 4}
-    assert (found["recovery_p50_s"], found["recovery_p99_s"]) == (50.0, 99.0)
-    assert found["em_outside_noise"] == 1
-
-
-def test_a_campaign_goes_on_with_what_was_right_on_any_commit() -> None:
-    def row(number: int, outcome: str, commit: str, *left_over: str) -> dict[str, Any]:
-        struck = replace(fault("actor"), number=number)
-        return Row(struck, outcome, commit=commit, left_over=list(left_over)).as_dict(1)
-
-    rows = [row(0, RECOVERED, "old"), row(1, ENDED, "old"), row(2, HUNG, "old"), row(3, UNCLEAR, "old")]
-    rows += [
-        row(4, RECOVERED, "old", "a file"),
-        row(5, RECOVERED, "old"),
-        row(6, RECOVERED, "old"),
-        row(7, HUNG, "new"),
-        row(8, RECOVERED, "new"),
-    ]
-    ends: list[dict[str, Any]] = [
-        {"commit": "old", "faults": [0, 1, 2, 3, 4], "lost": [], "left_over": []},
-        {"commit": "old", "faults": [5], "lost": ["a prompt"], "left_over": []},
-        {"commit": "old", "faults": [6], "lost": [], "left_over": ["a file"]},
-        {"commit": "new", "faults": [7], "lost": ["a prompt"], "left_over": []},
-    ]
-    found = continued({"seed": 1, "rows": rows, "ends": ends}, "new")
-    assert [one["number"] for one in found["rows"]] == [0, 1, 7], (
-        "not what was wrong before, nor 8, of a run without an end"
-    )
-    assert [end["faults"] for end in found["ends"]] == [[0, 1, 2, 3, 4], [7]]
-    assert continued(found, "new") == found
 
 
 @pytest.mark.parametrize("setup", ["plain", "proxy", "ppo"])

@@ -1,28 +1,13 @@
-"""Tests of the comparison of predictions with own runs: the summary by hand, the rows, and the deeper model."""
+"""Tests of the comparison of predictions with own runs: the rows, and the deeper model."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-
-from bench.plan_runs import ROWS, deepen, summary
+from bench.plan_runs import ROWS, deepen
 from rlsys.config.compose import load_config
 
 POLICY = Path("examples/searchr1/tiny/policy")
-
-
-def test_first_row_is_no_prediction_and_its_error_does_not_count() -> None:
-    measured, predicted = [10.0, 8.0, 6.0, 5.0], [9.0, 8.4, 6.6, 4.0]
-    rows = [
-        {"name": row.name, "measured": one, "predicted": other, "error": abs(other / one - 1)}
-        for row, one, other in zip(ROWS, measured, predicted, strict=False)
-    ]
-    found = summary(rows)
-    assert found["median_error"] == pytest.approx(0.1)
-    assert found["max_error"] == pytest.approx(0.2)
-    assert found["rank_correlation"] == pytest.approx(1.0)
-    assert summary([{"name": ROWS[0].name, "measured": 1.0}]) == {}
 
 
 def test_rows_of_own_runs_are_configs() -> None:
