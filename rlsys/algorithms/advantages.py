@@ -66,7 +66,7 @@ from rlsys.config.algorithm import (
     GaeAdvantage,
     ReturnsAdvantage,
 )
-from rlsys.config.custom import OwnComponent, described, own_component
+from rlsys.config.custom import OwnComponent, described
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -214,7 +214,7 @@ def custom_batch_advantages(
 
     Raises UserError if the estimator fails.
     """
-    own = own_component(settings)
+    own = OwnComponent(settings)
     found = own(groups)
     if not isinstance(found, Sequence) or len(found) != len(groups):
         raise own.error(f"returned {described(found)} instead of a list for each of {len(groups)} groups")
@@ -224,7 +224,7 @@ def custom_batch_advantages(
 def _custom_estimates(episodes: Sequence[RewardedEpisode], settings: CustomAdvantage) -> list[AdvantageEstimate]:
     if MINI_BATCH in settings.needs:
         return [AdvantageEstimate(np.zeros(len(one.turn_of_token)), None, None) for one in episodes]
-    own = own_component(settings)
+    own = OwnComponent(settings)
     return [AdvantageEstimate(*found, None) for found in _checked(own, own(episodes), episodes)]
 
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlsys.config.custom import Custom, OwnComponent, bound, described, own_component
+from rlsys.config.custom import Custom, OwnComponent, bound, described
 from rlsys.config.schema import Dtype, OptimizerConfig
 from rlsys.errors import UserError
 
@@ -144,7 +144,7 @@ def make_optimizer(settings: OptimizerConfig, groups: Groups) -> torch.optim.Opt
 def problem(settings: OptimizerConfig, what: str) -> UserError:
     """Return the error that an optimiser from outside has done `what`; a built-in one does nothing wrong."""
     assert isinstance(settings, Custom)
-    return own_component(settings).error(what)
+    return OwnComponent(settings).error(what)
 
 
 def state_bytes(settings: OptimizerConfig) -> float:
@@ -154,7 +154,7 @@ def state_bytes(settings: OptimizerConfig) -> float:
     checkpoint cannot hold, takes another step after its state was saved and loaded, or more than `TRIAL_S`.
     """
     if isinstance(settings, Custom):
-        return float(own_component(settings).run(_tried, settings, timeout_s=TRIAL_S))
+        return float(OwnComponent(settings).run(_tried, settings, timeout_s=TRIAL_S))
     return _tried(settings)
 
 

@@ -169,15 +169,10 @@ class OwnComponent:
         return UserError(f"{named} {what}: {fix}.", code="user_code", key=key)
 
 
-def own_component(settings: Custom) -> OwnComponent:
-    """Return the component from outside of the package that `settings` choose."""
-    return OwnComponent(settings)
-
-
 def bound(settings: Any, known: Mapping[str, Callable[..., Any]]) -> Callable[..., Any]:
     """Return the component that `settings` choose, with its parameters bound; `known` holds the built-in kinds."""
     if isinstance(settings, Custom):
-        return own_component(settings)
+        return OwnComponent(settings)
     return partial(known[settings.kind], **_settings(settings))
 
 

@@ -22,7 +22,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
-from rlsys.config.custom import OwnComponent, own_component
+from rlsys.config.custom import OwnComponent
 from rlsys.config.schema import CustomMetric, CustomTracker, TrackingConfig, WandbMode
 from rlsys.data.trajectory import Group
 from rlsys.errors import RunError, UserError
@@ -181,7 +181,7 @@ class OwnTracker:
     """Calls a tracker from outside of the package, which fails if a call has not returned within its `timeout_s`."""
 
     def __init__(self, settings: CustomTracker, run_dir: Path) -> None:
-        self._own = own_component(settings)
+        self._own = OwnComponent(settings)
         self._tracker = self._own(run_dir)
         self.id = getattr(self._tracker, "id", "")
 
@@ -199,7 +199,7 @@ class OwnMetrics:
 
     def __init__(self, chosen: Sequence[CustomMetric]) -> None:
         """Raises UserError if two functions have the same name."""
-        self._functions = {f"own/{one.kind.rpartition('.')[2]}": own_component(one) for one in chosen}
+        self._functions = {f"own/{one.kind.rpartition('.')[2]}": OwnComponent(one) for one in chosen}
         if len(self._functions) < len(chosen):
             kinds = ", ".join(one.kind for one in chosen)
             raise UserError(

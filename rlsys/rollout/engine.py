@@ -35,7 +35,7 @@ import torch
 from transformers import AutoConfig, AutoTokenizer
 
 from rlsys.components import one_line
-from rlsys.config.custom import own_component
+from rlsys.config.custom import OwnComponent
 from rlsys.config.schema import (
     CustomEngine,
     Device,
@@ -385,7 +385,7 @@ class EngineDriver:
         except (Exception, SystemExit) as error:  # SystemExit would end the event loop.
             if not isinstance(self._config, CustomEngine):
                 raise
-            raise own_component(self._config).error(f"failed ({one_line(error)})") from error
+            raise OwnComponent(self._config).error(f"failed ({one_line(error)})") from error
 
     @asynccontextmanager
     async def _paused(self) -> AsyncIterator[None]:
@@ -452,7 +452,7 @@ class EngineDriver:
         }
         for problem, is_so in wrong.items():
             if is_so:
-                raise own_component(self._config).error(f"returned {problem}", "correct its generate")
+                raise OwnComponent(self._config).error(f"returned {problem}", "correct its generate")
         return generation
 
     def _has_routes(self, generation: Generation, sampling: TurnSampling, input_tokens: int) -> bool:

@@ -14,7 +14,7 @@ from packaging.requirements import InvalidRequirement, Requirement
 
 from rlsys.components import check_callable, one_line
 from rlsys.config.algorithm import RouterReplay
-from rlsys.config.custom import OwnComponent, own_component
+from rlsys.config.custom import OwnComponent
 from rlsys.config.derived import on_update
 from rlsys.config.problems import Problem
 from rlsys.config.schema import (
@@ -45,7 +45,7 @@ def engine_class(config: EngineConfig) -> type[RolloutEngine]:
         return TransformersEngine
     assert isinstance(config, CustomEngine)
     found: Any = config.component
-    own = own_component(config)
+    own = OwnComponent(config)
     if not (inspect.isclass(found) and issubclass(found, RolloutEngine)):
         raise own.error("is no engine", f"make it a subclass of {RolloutEngine.__module__}.RolloutEngine")
     if missing := sorted(found.__abstractmethods__):
@@ -78,7 +78,7 @@ def open_engine(setup: EngineSetup) -> RolloutEngine:
     """Make the engine of `setup`; it is not started. Raises UserError if a class of the user's cannot be made."""
     config, found = setup.config, engine_class(setup.config)
     if isinstance(config, CustomEngine):
-        return cast("RolloutEngine", own_component(config)(setup))
+        return cast("RolloutEngine", OwnComponent(config)(setup))
     return cast("Any", found)(setup)
 
 
@@ -94,9 +94,9 @@ def engine_fact(config: RunConfig, name: str, *facts: Any) -> float:
     try:
         number = float(compute(config, *facts))
     except Exception as error:
-        raise own_component(engine).error(f"failed in {name} ({one_line(error)})") from error
+        raise OwnComponent(engine).error(f"failed in {name} ({one_line(error)})") from error
     if not isfinite(number) or number < 0:
-        raise own_component(engine).error(f"returned {number} from {name}", "return a number of at least 0")
+        raise OwnComponent(engine).error(f"returned {number} from {name}", "return a number of at least 0")
     return number
 
 

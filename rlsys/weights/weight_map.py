@@ -18,7 +18,7 @@ from math import lcm, prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from rlsys.config.custom import REQUIRED, Custom, OwnComponent, own_component
+from rlsys.config.custom import REQUIRED, Custom, OwnComponent
 from rlsys.config.schema import Dtype
 from rlsys.errors import Code, UserError
 from rlsys.weights.family_file import Family, Words, family_names, read_family, unsupported_types
@@ -176,7 +176,7 @@ def layer_spec_of(family: str) -> OwnComponent | None:
         if getattr(settings, field.name) == REQUIRED:
             key = f"{LayerSpec.key}.{field.name}"
             raise UserError(f"{family}: {key} has no value: add it.", code="missing", key=key)
-    return own_component(settings)
+    return OwnComponent(settings)
 
 
 @cache

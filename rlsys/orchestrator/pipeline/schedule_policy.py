@@ -19,7 +19,7 @@ from numbers import Real
 from typing import Any, Protocol
 
 from rlsys.components import check_callable
-from rlsys.config.custom import Custom, OwnComponent, own_component
+from rlsys.config.custom import Custom, OwnComponent
 from rlsys.config.schema import RunConfig
 from rlsys.data.question import Question
 from rlsys.errors import UserError
@@ -135,7 +135,7 @@ def make_policy(config: RunConfig) -> CheckedPolicy:
     schedule = config.trainer.schedule
     if not isinstance(schedule, Custom):
         return EARLIEST_FIRST
-    own = own_component(schedule)
+    own = OwnComponent(schedule)
     policy = own()
     for name, argument in (("may_admit", "view"), ("priority", "group")):
         check_callable(getattr(policy, name, None), f"{schedule.kind}.{name}", _KEY, (argument,))

@@ -44,7 +44,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from rlsys.components import one_line
-from rlsys.config.custom import REQUIRED, OwnComponent, custom_variant, own_component
+from rlsys.config.custom import REQUIRED, OwnComponent, custom_variant
 from rlsys.config.derived import reward_of, source_key, task_of
 from rlsys.config.schema import (
     JUDGE_PLACEHOLDERS,
@@ -512,7 +512,7 @@ def load_term(name: str, config: RewardConfig) -> OwnComponent:
             f"{key} needs a value for {missing[0]}: write {{weight: {weights_of(config)[name]:g}, {missing[0]}: ...}}."
         )
         raise UserError(sentence, code="missing", key=key)
-    return own_component(term)
+    return OwnComponent(term)
 
 
 def _judge_problems(judge: JudgeConfig) -> Iterator[UserError]:

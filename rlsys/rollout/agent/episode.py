@@ -18,7 +18,7 @@ from functools import partial
 from typing import Any, Protocol, cast
 
 from rlsys.components import one_line
-from rlsys.config.custom import OwnComponent, own_component
+from rlsys.config.custom import OwnComponent
 from rlsys.config.derived import task_of
 from rlsys.config.schema import (
     CustomAgent,
@@ -62,7 +62,7 @@ def agent_of(task: TaskConfig) -> EpisodeRunner | Gateway:
     if isinstance(agent, GatewayAgent):
         return gateway_of(task, agent)
     if isinstance(agent, CustomAgent):
-        own = own_component(agent)
+        own = OwnComponent(agent)
         if not inspect.iscoroutinefunction(agent.component):
             raise own.error("is no async function", "define it with `async def`")
         return cast("EpisodeRunner", own)

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, NoReturn, Protocol, cast
 
 from rlsys.components import check_callable
-from rlsys.config.custom import custom_variant, own_component
+from rlsys.config.custom import OwnComponent, custom_variant
 from rlsys.config.schema import CustomTool, TaskConfig
 from rlsys.data.question import Question
 from rlsys.errors import Code, UserError
@@ -169,7 +169,7 @@ def tool_tags(tools: Sequence[CustomTool]) -> dict[str, str]:
 
 def tool_variables(tools: Sequence[CustomTool]) -> list[str]:
     """Return the names of the environment variables that tools need in the processes that run episodes."""
-    sets = [own_component(settings)() for settings in tools if _is_set(settings.component)]
+    sets = [OwnComponent(settings)() for settings in tools if _is_set(settings.component)]
     return [name for each in sets for name in each.variables]
 
 
@@ -254,7 +254,7 @@ def _declared(settings: CustomTool) -> Sequence[Any]:
     """Return what has the names and tags of the tools: the class of a tool, or the tools of a set that is not open."""
     if not _is_set(settings.component):
         return (_class_of(settings),)
-    tools: Sequence[Tool] = own_component(settings)().tools
+    tools: Sequence[Tool] = OwnComponent(settings)().tools
     return tools
 
 
@@ -270,14 +270,14 @@ def _class_of(settings: CustomTool) -> Any:
 
 def _made(settings: CustomTool) -> OpenTool:
     async def make() -> Any:
-        return own_component(settings)()
+        return OwnComponent(settings)()
 
     thread = LoopThread(f"tool-{_class_of(settings).name}")
     return OpenTool(thread.run(make()), thread)
 
 
 def _opened_set(settings: CustomTool, shared: Shared) -> list[OpenTool]:
-    found: ToolSet = own_component(settings)()
+    found: ToolSet = OwnComponent(settings)()
     thread = found.open(shared)
     return [OpenTool(tool, thread) for tool in found.tools]
 
