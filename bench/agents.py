@@ -50,7 +50,6 @@ def run_of(agent: str, seed: int, cassette: Path, steps: int) -> Path:
 
 
 def figures(run: Path) -> dict[str, float]:
-    """Return the figures of a finished run."""
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     found = {
         "em": json.loads((run / "summary.json").read_text())["em_after"],

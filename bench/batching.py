@@ -57,8 +57,6 @@ Sharded = list[list[MicroBatch]]
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One way of batching."""
-
     name: str
     micro_batches: int
     """Micro-batches of the first rank."""

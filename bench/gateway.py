@@ -66,7 +66,6 @@ class ScriptedEngine:
         rid: str,  # noqa: ARG002
         on_tokens: OnTokens | None = None,  # noqa: ARG002
     ) -> Generation:
-        """Answer."""
         await asyncio.sleep(self._seconds)
         return Generation(self._answer, [-1.0] * len(self._answer), "stop", len(input_ids), [0] * len(self._answer))
 
@@ -197,7 +196,6 @@ def share_of_step(run: Path, cpu_ms: float) -> dict[str, float]:
 
 
 async def measure(engine: str, run: Path | None, report: Callable[[str], None]) -> dict[str, Any]:
-    """Return all figures."""
     config = load_config(CONFIG)
     tokenizer = AutoTokenizer.from_pretrained(config.model.path)
     tokenizer.chat_template = CHATML

@@ -31,8 +31,6 @@ TIMEOUT_S = 120.0
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Measurement of one load."""
-
     clients: int
     batch: int
     queries: int

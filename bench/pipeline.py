@@ -151,7 +151,6 @@ def in_turn(schedules: Sequence[Schedule], rounds: int) -> list[Schedule]:
 
 
 def median_of(runs: Sequence[Measured]) -> Measured:
-    """Return the medians of runs of one row."""
     return replace(
         runs[0],
         **{name: median(getattr(run, name) for run in runs) for name in TIMES},

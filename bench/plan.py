@@ -79,7 +79,7 @@ _SHAPE = (
 
 @dataclass(frozen=True, slots=True)
 class Assumed:
-    """What rows rarely state, the same for all of them."""
+    """Settings that rows rarely state, the same for all of them."""
 
     length_share: float
     """Mean response of a model that thinks before it answers, as a share of the limit, where a row has no mean."""

@@ -46,8 +46,6 @@ DEEPER = OUT / "deeper"
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One run."""
-
     name: str
     settings: tuple[str, ...]
     latency: float = 1.0

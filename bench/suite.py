@@ -36,8 +36,6 @@ BUSY = 8
 
 @dataclass(frozen=True)
 class Condition:
-    """Conditions of one run."""
-
     name: str
     capability: str = ""
     """Value of ATEN_CPU_CAPABILITY, which selects torch's kernels; empty selects the best that the CPU supports."""

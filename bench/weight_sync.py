@@ -114,14 +114,11 @@ class Stopwatch:
 
 
 class TimedSender:
-    """A sender that times `send`."""
-
     def __init__(self, sender: Sender, watch: Stopwatch) -> None:
         self._sender, self._watch = sender, watch
         self.next_slot, self.release, self.close = sender.next_slot, sender.release, sender.close
 
     def send(self, bucket: Bucket) -> BucketHandle:
-        """See `Sender`."""
         handle: BucketHandle = self._watch.time("send", self._sender.send, bucket)
         return handle
 

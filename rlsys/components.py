@@ -35,8 +35,6 @@ _BOUNDS = ("greater_than", "greater_than_equal", "less_than", "less_than_equal",
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """A setting of a component."""
-
     component: str
     name: str
     adapter: TypeAdapter[Any]

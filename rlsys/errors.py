@@ -80,7 +80,6 @@ _DISK: Mapping[int, tuple[Code | None, str]] = {
 
 
 def disk_code(problem: OSError) -> Code | None:
-    """Return the code of a disk error."""
     return _DISK.get(problem.errno or 0, (None, ""))[0]
 
 

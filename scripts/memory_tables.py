@@ -48,7 +48,6 @@ def gpu_experiments() -> tuple[RunConfig, ...]:
 
 
 def tables() -> str:
-    """Return all tables, as Markdown."""
     of_devices = (line for config in gpu_experiments() for line in _table(config))
     return "\n".join(chain(_host_table(), of_devices))
 

@@ -30,7 +30,6 @@ def with_tables(page: str) -> str:
 
 
 def table(metrics: Sequence[Metric]) -> str:
-    """Return the table of `metrics`, as Markdown."""
     rows = [
         f"| {' '.join(f'`{name}`' for name in one.names.split())} | {one.unit} | {one.meaning} | {one.elsewhere} |\n"
         for one in metrics

@@ -19,7 +19,6 @@ _BEGIN, _END = "<!-- splits: begin -->", "<!-- splits: end -->"
 
 
 def table() -> str:
-    """Return the table, as Markdown."""
     return "\n".join(_lines())
 
 

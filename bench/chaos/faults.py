@@ -10,8 +10,6 @@ from enum import StrEnum
 
 
 class Kind(StrEnum):
-    """Kind of a fault."""
-
     kill = "kill"
     """SIGKILL."""
     stop = "stop"
@@ -71,8 +69,6 @@ _CELLS: list[tuple[Kind, str, tuple[str, ...]]] = [
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """A planned fault."""
-
     number: int
     kind: Kind
     process: str
@@ -91,7 +87,6 @@ class Fault:
         return "ppo" if self.process == "critic" else "plain"
 
     def random(self) -> random.Random:
-        """Return the random numbers of this fault."""
         return random.Random(self.seed)
 
 

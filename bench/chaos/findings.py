@@ -29,7 +29,7 @@ _TEMPORARY = re.compile(r"\.(part|partial|deleted|replaced|tmp)$")
 
 @dataclass(slots=True)
 class Row:
-    """What one fault did."""
+    """Effect of one fault."""
 
     fault: Fault
     outcome: str = HUNG

@@ -87,7 +87,6 @@ def overrides(device: Device, folder: Path) -> list[str]:
 
 
 def command(config: str, settings: Sequence[str]) -> list[str]:
-    """Return the command of the run."""
     return [sys.executable, "-m", "rlsys.apps.cli.main", "train", "--config-name", config, *settings]
 
 

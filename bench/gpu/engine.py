@@ -145,7 +145,6 @@ async def started(
 
 
 def prompts(count: int) -> list[list[int]]:
-    """Return `count` random prompts."""
     draw = random.Random(0)
     return [[draw.randrange(_PLAIN_TOKENS) for _ in range(PROMPT_TOKENS)] for _ in range(count)]
 

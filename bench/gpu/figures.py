@@ -98,7 +98,6 @@ class Setting:
 
     @property
     def torch_device(self) -> str:
-        """Name of the device for torch."""
         return "cuda" if self.on_gpu else "cpu"
 
     @property

@@ -106,7 +106,6 @@ def in_new_process(call: Callable[..., T], *arguments: Any, environment: Mapping
 
 
 def free_port() -> int:
-    """Return a free port of this machine."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]

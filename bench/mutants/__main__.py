@@ -72,11 +72,10 @@ class Verdict:
     """First test that failed, or `HANGS`; empty for a mutant that survived."""
     seconds: float
     error: str = ""
-    """Why the tests could not run; such a mutant has neither been caught nor survived."""
+    """Reason that the tests could not run; such a mutant has neither been caught nor survived."""
 
 
 def mutants() -> list[Mutant]:
-    """Return all mutants, room by room."""
     found = []
     for file in sorted(Path(__file__).parent.glob("*.toml")):
         for entry in tomllib.loads(file.read_text())["mutant"]:

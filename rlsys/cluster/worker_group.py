@@ -95,8 +95,6 @@ class RankSilent(RankLost):
 
 @dataclass(frozen=True, slots=True)
 class Rank:
-    """One worker of a group."""
-
     number: int
     name: str
     handle: Any
@@ -353,11 +351,9 @@ class SyncHost(_Shell):
     """Runs one call at a time."""
 
     def build(self, factory: Callable[..., Any], *args: Any) -> None:
-        """Create the worker."""
         self._worker = factory(*args)
 
     def call(self, method: str, *args: Any) -> Any:
-        """Call a method of the worker."""
         return getattr(self._worker, method)(*args)
 
 

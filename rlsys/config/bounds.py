@@ -68,7 +68,6 @@ class Limits:
         return f"must be {words}{besides}" if words else ""
 
     def hold(self, value: float) -> bool:
-        """True if `value` is allowed."""
         if self.also and value == self.also.value:
             return True
         return math.isfinite(value) and all(_COMPARISONS[kind][1](value, limit) for kind, limit in self.bounds)

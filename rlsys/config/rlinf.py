@@ -424,5 +424,4 @@ def _rows(file: Path) -> int | None:
 
 
 def shown(value: Any) -> str:
-    """Return `value` as YAML."""
     return yaml.safe_dump(value, default_flow_style=True, width=1_000_000).split("\n...")[0].strip()

@@ -921,7 +921,6 @@ class RunConfig:
 
 
 def field_types(group: type) -> dict[str, Any]:
-    """Return the type of each key of a group."""
     hints = get_type_hints(group)
     return {item.name: hints[item.name] for item in fields(group)}
 

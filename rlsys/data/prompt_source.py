@@ -66,7 +66,6 @@ class SourceState:
 
 
 def training_questions(task: TaskConfig) -> list[Question]:
-    """Return the training questions of all sources."""
     return [one for file in train_files(task) for one in read_questions(file.path, source=file.source)]
 
 

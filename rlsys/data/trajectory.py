@@ -253,7 +253,6 @@ class Sample:
     """False for a branch of an episode that another branch counts in divisors of a loss."""
 
     def with_scores(self, scores: Scores) -> Sample:
-        """Return this sample with `scores` filled in."""
         return replace(
             self,
             old_logprobs=scores.policy,
@@ -265,7 +264,6 @@ class Sample:
 
     @property
     def trained_tokens(self) -> int:
-        """Number of trained tokens."""
         return int(self.trajectory.loss_mask.sum())
 
     def by_branch(self) -> list[Sample]:

@@ -45,8 +45,6 @@ FAULT_METRICS = (
 
 
 class FaultKind(StrEnum):
-    """Kind of a failure."""
-
     died = "died"
     """A process ended."""
     hung = "hung"
@@ -67,8 +65,6 @@ _SAID = {
 
 
 class Outcome(StrEnum):
-    """End of a fault."""
-
     recovered = "recovered"
     """The part works again."""
     given_up = "given_up"
@@ -251,7 +247,6 @@ class FaultLog:
         self._say(visible(f"In step {self.step}, {part} {change} {detail}."))
 
     def metrics(self) -> dict[str, float]:
-        """Return the metrics by name."""
         return {
             "faults/began": self._began,
             "faults/recovered": self._ended[Outcome.recovered],

@@ -124,7 +124,6 @@ class Guards:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Names of the enabled guards."""
         return tuple(self._steps)
 
     def check(self, step: int, row: Mapping[str, float | None]) -> list[Alarm]:

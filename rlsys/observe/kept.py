@@ -205,7 +205,6 @@ def write_trajectories(run_dir: Path, step: int, kept: Iterable[TrajectoryRecord
 
 
 def trajectory_file(run_dir: Path, step: int) -> Path:
-    """Return the path of the trajectories of `step`."""
     return run_dir / TRAJECTORIES / f"step_{step:06d}.jsonl.gz"
 
 

@@ -29,7 +29,6 @@ class Metric:
     """Name in Search-R1 or veRL (S) and in RLinf (R), as Markdown; a letter alone means the same name."""
 
     def covers(self, name: str) -> bool:
-        """Return True if this explains the metric `name`."""
         return any(re.fullmatch(_pattern(one), name) for one in self.names.split())
 
     @property

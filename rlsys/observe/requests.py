@@ -60,8 +60,6 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """Answer of the driver."""
-
     text: str
     ended: bool = False
     code: Code | None = None

@@ -35,8 +35,6 @@ MEASURED = "eval*/results.json"
 
 @dataclass(frozen=True, slots=True)
 class RunFolder:
-    """Contents of a run folder."""
-
     path: Path
     config: dict[str, Any]
     launches: tuple[Launch, ...]
@@ -62,7 +60,6 @@ class RunFolder:
 
     @property
     def name(self) -> str:
-        """Name of the folder."""
         return self.path.resolve().name
 
     def timeline(self) -> tuple[records.StepTimeline, ...]:

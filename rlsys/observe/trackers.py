@@ -88,7 +88,6 @@ class TensorBoardTracker:
         self.close = self._writer.close
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """See `Tracker.log`."""
         for name, value in _numbers(metrics).items():
             self._writer.add_scalar(name, value, step)
         self._writer.flush()
@@ -148,7 +147,6 @@ class WandbTracker:
             self._replace(parts, resumed.logged)
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """See `Tracker.log`."""
         self._run.log({**_numbers(metrics), _STEP: step})
 
     def _replace(self, parts: Sequence[Path], logged: Sequence[LoggedRow]) -> None:
@@ -186,11 +184,9 @@ class OwnTracker:
         self.id = getattr(self._tracker, "id", "")
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """See `Tracker.log`."""
         self._own.run(self._tracker.log, step, metrics)
 
     def close(self) -> None:
-        """See `Tracker.close`."""
         self._own.run(self._tracker.close)
 
 

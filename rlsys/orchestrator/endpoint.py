@@ -106,7 +106,6 @@ class Endpoint:
                 ) from error
 
     async def close(self) -> None:
-        """Close the connections."""
         await self._http.aclose()
 
     async def _wait_for_turn(self) -> None:

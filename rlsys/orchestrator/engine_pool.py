@@ -593,7 +593,6 @@ class Newcomer:
         return {self._member.engine: self._engines.gone(self._member)} if alive else {}
 
     async def open_transport(self, specs: Mapping[int, Any]) -> None:
-        """Open the transport."""
         await self._call("open_transport", specs[self._member.engine])
 
     async def begin_update(self, version: int) -> None:
@@ -601,7 +600,6 @@ class Newcomer:
         await self._call("begin_update", version)
 
     async def load_bucket(self, bucket: Any) -> None:
-        """Stage one bucket."""
         await self._call("load_bucket", bucket)
 
     async def finish_update(self, version: int, digest: str) -> None:

@@ -133,8 +133,6 @@ _KEEPS = "waits for trajectories to be written"
 
 @dataclass(frozen=True, slots=True)
 class Groups:
-    """Worker groups of a run."""
-
     engines: EnginePool
     actor: ActorGroup
     devices: OffloadManager
@@ -507,7 +505,6 @@ class Session:
         return origin
 
     def _trained(self) -> list[WorkerGroup]:
-        """Return the Megatron groups."""
         return [group for name, group in self.workers.items() if name in MEGATRON]
 
     async def _build(self, groups: Groups, done: int) -> None:

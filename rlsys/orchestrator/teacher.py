@@ -121,7 +121,6 @@ class TeacherServer:
                 )
 
     async def close(self) -> None:
-        """Close the connections."""
         await self._endpoint.close()
 
     async def _score(self, branch: Sample) -> Floats:

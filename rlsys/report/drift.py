@@ -487,7 +487,6 @@ class Tally:
     counts: NDArray[np.int64]
 
     def spread(self) -> Spread:
-        """Return the statistics."""
         if not self.count:
             return Spread(0)
         return Spread(

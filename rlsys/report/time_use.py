@@ -124,7 +124,6 @@ class Link:
 
     @property
     def seconds(self) -> float:
-        """Length of the link."""
         return sum(self.parts.values())
 
 
@@ -165,8 +164,6 @@ class GroupTime:
 
 @dataclass(frozen=True, slots=True)
 class StepTime:
-    """Time breakdown of one step."""
-
     step: int
     seconds: float
     groups: Mapping[str, GroupTime]
@@ -286,11 +283,9 @@ class _Work:
         """Activity -> intervals in which any group worked on it."""
 
     def lanes(self, group: str) -> list[str]:
-        """Return the lanes of `group`, sorted."""
         return sorted({lane for owner, lane, _ in self._of_lane if owner == group})
 
     def own(self, group: str, lane: str | None, activity: Activity) -> list[Interval]:
-        """Return the intervals in which `group`, or its `lane`, worked on `activity`."""
         return self._of(group, activity) if lane is None else self._of_lane.get((group, lane, activity), [])
 
     def _of(self, group: str | None, activity: Activity) -> list[Interval]:

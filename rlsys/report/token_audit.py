@@ -138,7 +138,6 @@ def tokenised(one: TrajectoryRecord, codec: Codec, mode: TokenMode) -> Retokenis
 
 
 def sampled_tokens(one: TrajectoryRecord, number: int, mode: TokenMode, special_ids: frozenset[int]) -> SampledTokens:
-    """Return the sampled tokens of turn `number` of `one`."""
     turn = one.turns[number]
     kept = len(turn.sampled_ids) if mode is TokenMode.retokenize else len(_own(one, number))
     ids, logprobs = turn.sampled_ids[:kept], turn.sampled_logprobs[:kept].astype(np.float64)
@@ -393,8 +392,6 @@ def as_json(report: TokenAudit) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class _Turn:
-    """One turn of one trajectory."""
-
     one: TrajectoryRecord
     number: int
     text: RetokenisedText
@@ -468,7 +465,6 @@ class _Tally:
         self._affected: dict[str, set[tuple[Any, ...]]] = {name: set() for name in ("turns", "trajectories", "steps")}
 
     def add(self, one: TrajectoryRecord) -> None:
-        """Add one trajectory."""
         text = tokenised(one, self._codec, self._mode)
         self._trajectories += 1
         self._steps.add(one.step)
@@ -575,7 +571,6 @@ class _Tally:
 
 
 def _sizes(turn: _Turn, found: Stretch, tokens: Span, differs: bool) -> Count:
-    """Count the tokens of one stretch."""
     sampled = found.sampled[1] - found.sampled[0]
     start, end = turn.span
     trained = sum(start <= left and right <= end for left, right in turn.text.spans[slice(*tokens)])
@@ -605,7 +600,6 @@ def render_audit(found: TokenAudit, console: Console) -> None:
 
 
 def sentences(found: TokenAudit) -> Iterator[str]:
-    """Yield the findings as sentences."""
     total, affected = found.total, found.affected
     if found.mode == TokenMode.append:
         yield "task.token_mode=append trains on the sampled tokens: this is what re-tokenisation would change."

@@ -360,7 +360,6 @@ def _of_groups(run: RunFolder, life: RunLiveness, now: float, figures: Mapping[s
 
 
 def _of_step(figures: Mapping[str, float]) -> Iterator[Metric]:
-    """Yield the metrics of the last step."""
     plain: dict[str, float] = {}
     engines: dict[str, UnknownMetricFamily] = {}
     for name, value in figures.items():

@@ -377,7 +377,7 @@ class EngineDriver:
 
     @contextmanager
     def _naming(self) -> Iterator[None]:
-        """As `_named`, for the body."""
+        """Like `_named`, but for the body of a response."""
         try:
             yield
         except (EngineError, RunError, UserError):
@@ -537,7 +537,6 @@ class Liveness:
             raise EngineDied(f"{self._name} died: its process {self._death.result()} is gone.")
 
     def stop(self) -> None:
-        """Stop watching."""
         self._death.cancel()
 
     async def _watch(self) -> int:

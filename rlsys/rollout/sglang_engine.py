@@ -42,8 +42,6 @@ largest decode batch, and 8 MiB for each of the 58 prefill sizes up to `PREFILL_
 
 
 class SglangEngine(RolloutEngine):
-    """An SGLang engine."""
-
     capabilities = EngineCapabilities(
         max_tp={Device.cpu: 1, Device.gpu: ANY}, continues=True, frees_memory=True, returns_routes=True
     )
@@ -132,7 +130,6 @@ class SglangEngine(RolloutEngine):
         return replace(generation, routes=self._routes(output, len(input_ids) + len(generation.token_ids) - 1 - first))
 
     def abort_all(self) -> None:
-        """Abort all requests."""
         self._sglang.abort_all()
 
     async def pause(self) -> None:

@@ -60,7 +60,6 @@ class Header:
     """Health keys that the answers depend on (see `served`); empty if the server has no /health."""
 
     def line(self) -> bytes:
-        """Return the header line."""
         return json.dumps({"rlsys_cassette": FORMAT, "topk": self.topk, "server": dict(self.server)}).encode() + b"\n"
 
     @classmethod
@@ -219,7 +218,6 @@ class CassetteFile:
             self._write(line)
 
     def close(self) -> None:
-        """Close the file."""
         os.close(self._file)
 
     @contextmanager

@@ -97,8 +97,6 @@ class Fields:
 
 @dataclass(frozen=True, slots=True)
 class File:
-    """One file of documents."""
-
     path: Path
     name: str  # POSIX path relative to its source folder; the file name if the file itself was given
 

@@ -68,7 +68,6 @@ class HttpWire:
         return await self._request("POST", url, body)
 
     async def close(self) -> None:
-        """Close the connections."""
         if self._open is not None:
             await self._open.close()
 

@@ -330,8 +330,6 @@ for weight gradients a row has one byte per token."""
 
 
 class SampleSize(NamedTuple):
-    """Size of one sample."""
-
     tokens: int
     targets: int
     """Target tokens; the output layer runs for these only."""

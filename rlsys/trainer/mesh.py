@@ -44,8 +44,6 @@ class Rendezvous:
 
 @dataclass(frozen=True, slots=True)
 class MeshCoordinates:
-    """Coordinates of one process in the mesh."""
-
     rank: int
     tp: int
     tp_size: int

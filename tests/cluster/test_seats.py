@@ -117,6 +117,5 @@ async def test_processes_of_a_lost_node_and_further_ones_start_where_devices_app
 
 
 async def _number_on(group: WorkerGroup, node: Any) -> int:
-    """Return the number of the process on a node."""
     homes = [await group.call_rank(number, "node") for number in range(2)]
     return homes.index(node.node_id)

@@ -27,7 +27,6 @@ APPEND = ("algorithm.old_logprobs=engine", "task.token_mode=append", "task.train
 
 
 def keys_of(config: RunConfig) -> set[str]:
-    """Keys of the problems of `config`."""
     return {problem.key for problem in find_problems(config)}
 
 

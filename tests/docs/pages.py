@@ -36,7 +36,6 @@ def commands(page: Path) -> Iterator[tuple[str, bool]]:
 
 
 def fenced_blocks(page: Path, language: str) -> list[str]:
-    """Return the texts of all fenced blocks of `page` in `language`."""
     text = page.read_text(encoding="utf-8")
     return re.findall(rf"^```{language}\n(.*?)^```", text, flags=re.DOTALL | re.MULTILINE)
 

@@ -115,8 +115,6 @@ class Blocking(Counting):
 
 
 class BlockingState(State):
-    """State of `Blocking` in one episode."""
-
     tool: Blocking
 
     async def call(self, text: str) -> str:

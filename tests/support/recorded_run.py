@@ -248,7 +248,6 @@ class RecordedSession(Session):
 async def opened(
     hosts: Sequence[Host], kill_switch: KillSwitch, config: RunConfig, run_dir: Path, _: Origin | None
 ) -> AsyncIterator[Session]:
-    """Open a session like `open_session`."""
     with Progress(Console(file=io.StringIO())) as progress:
         session = RecordedSession(config, run_dir, progress, hosts, kill_switch)
         yield session

@@ -235,7 +235,7 @@ class Muon(torch.optim.Optimizer):
 
 
 def orthogonalised(matrix: Tensor) -> Tensor:
-    """What five iterations of Keller Jordan's quintic polynomial make of the matrix, by its singular values."""
+    """Result of five iterations of Keller Jordan's quintic polynomial, by the singular values of the matrix."""
     left, values, right = torch.linalg.svd(matrix / matrix.norm(), full_matrices=False)
     for _ in range(5):
         values = 3.4445 * values - 4.7750 * values**3 + 2.0315 * values**5

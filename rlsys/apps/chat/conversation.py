@@ -76,8 +76,6 @@ class TextPiece:
 
 @dataclass(frozen=True, slots=True)
 class TurnEnded:
-    """A turn is over."""
-
     turn: int
     action: str
     """search, tool, answer or invalid."""
@@ -100,8 +98,6 @@ class FoundPassage:
 
 @dataclass(frozen=True, slots=True)
 class SearchFinished:
-    """A search has finished."""
-
     turn: int
     query: str
     passages: tuple[FoundPassage, ...]
@@ -406,7 +402,6 @@ class _Play:
         return generation
 
     async def search(self, query: str) -> SearchResult:
-        """Search and report the result."""
         assert self._search is not None
         started = perf_counter()
         result = await self._search.search(query)

@@ -64,7 +64,6 @@ class JsonScreen:
         self._out = out or sys.stdout
 
     def show(self, event: Event) -> None:
-        """Print the event."""
         print(json.dumps(chat.as_dict(event)), file=self._out, flush=True)
 
 
@@ -77,7 +76,6 @@ class TextScreen:
         self._at_line_start = True
 
     def show(self, event: Event) -> None:
-        """Print the event."""
         match event:
             case chat.QuestionAccepted(question=question) if self._echo:
                 self._line(f"> {question}", "bold")

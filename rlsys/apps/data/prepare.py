@@ -271,7 +271,6 @@ def split_file(
 
 
 def divide(rows: Sequence[Row], held_out: Sequence[bool]) -> tuple[list[Row], list[Row]]:
-    """Return the training rows and the held-out rows."""
     pairs = list(zip(rows, held_out, strict=True))
     return [row for row, out in pairs if not out], [row for row, out in pairs if out]
 

@@ -138,7 +138,6 @@ def _attempt(find: Callable[[], T], problems: list[UserError | RunError]) -> T |
 
 
 def as_error(problem: Problem) -> UserError:
-    """Return the problem as an exception."""
     return UserError(problem.sentence, code=problem.code, key=problem.key)
 
 

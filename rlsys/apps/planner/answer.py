@@ -98,7 +98,6 @@ class Planner:
         return read_architecture(self.config.model.path, self.config.model.family)
 
     def costs(self, config: RunConfig) -> Costs:
-        """Return the costs of `config`."""
         costs = by_formula(HardwareCosts(config, self.model, self.device, self.reached), self._source)
         return costs if self._calibration is None else self._calibration.applied(costs)
 

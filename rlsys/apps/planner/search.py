@@ -114,7 +114,6 @@ class Candidate:
 
     @property
     def config(self) -> RunConfig:
-        """The config of the candidate."""
         whole = joined(*(stage.config for stage in self.stages))
         return replace(whole, trainer=replace(whole.trainer, schedule=self.schedule))
 

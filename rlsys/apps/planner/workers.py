@@ -340,7 +340,6 @@ class SimulatedGroup:
         await self._turn.acquire()
 
     async def load_bucket(self, handle: BucketHandle) -> None:
-        """Load one bucket."""
         await asyncio.sleep(handle.nbytes * self._costs.sync.inference_s)
 
     async def finish_update(self, version: int, digest: str) -> None:  # noqa: ARG002

@@ -38,7 +38,6 @@ class EpisodeDraw(NamedTuple):
 
     @property
     def tokens(self) -> float:
-        """All tokens."""
         return self.prompt + sum(turn.generated + turn.observation for turn in self.turns)
 
 

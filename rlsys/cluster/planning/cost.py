@@ -66,7 +66,6 @@ class StepCost:
         self.episodes = config.trainer.prompts_per_step * config.algorithm.n_samples
 
     def stages(self) -> StageSeconds:
-        """Return the seconds of all stages."""
         return StageSeconds(self.rollout_s(), self.inference_s(), self.training_s())
 
     def training_passes(self) -> dict[str, float]:
@@ -123,7 +122,6 @@ class StepCost:
 
     @cached_property
     def engine(self) -> EngineCosts:
-        """Costs of an engine."""
         return self.work.engine()
 
     @property

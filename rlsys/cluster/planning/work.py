@@ -44,7 +44,6 @@ class EpisodeTokens:
 
     @property
     def total(self) -> int:
-        """All tokens."""
         return self.prompt + self.observations + self.generated
 
 
@@ -181,7 +180,6 @@ class HardwareCosts:
             self.reference_passes = teacher.of(*size) / self.flops.of(*size)
 
     def engine(self) -> EngineCosts:
-        """Return the costs of an engine."""
         config, model, reached, tp = self.config, self.model, self.reached, self.config.rollout.engine.tp
         bandwidth = self.speed.memory * reached.memory
         operations = tp * self.speed.flops * reached.compute * self._experts
@@ -221,7 +219,6 @@ class HardwareCosts:
         return found
 
     def calls(self) -> dict[str, CallCosts]:
-        """Return the costs of each call."""
         return {name: self.call(name, passes) for name, passes in self.passes().items()}
 
     def _references(self, name: str) -> int:

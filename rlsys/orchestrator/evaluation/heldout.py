@@ -112,7 +112,6 @@ class Evaluation:
 
     @property
     def by_question(self) -> dict[str, tuple[Answered, ...]]:
-        """Question id -> its answers."""
         return {uid: part.answered for uid, part in self._parts(lambda answer: answer.question.uid).items()}
 
     def metrics(self) -> dict[str, float]:

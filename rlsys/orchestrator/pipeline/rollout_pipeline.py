@@ -117,8 +117,6 @@ class SampleScorer(Protocol):
 
 
 class Prompts(Protocol):
-    """The prompt source."""
-
     def next(self) -> Question:
         """Return the next question."""
 

@@ -86,7 +86,6 @@ class EarliestFirst:
     """
 
     def may_admit(self, view: ScheduleView) -> bool:  # noqa: ARG002, a policy that never refuses needs no view
-        """Return True."""
         return True
 
     def priority(self, group: ReadyGroup) -> float:

@@ -48,8 +48,6 @@ from rlsys.weights.checkpoint.state_file import ADDED
 
 
 class GroupStage(StrEnum):
-    """Stage of a prompt group."""
-
     rolling = "rolling"
     """Episodes run or are being rewarded."""
     ready = "ready"
@@ -123,8 +121,6 @@ class SchedulerState:
 
 @dataclass(frozen=True, slots=True)
 class GroupOutcome:
-    """Outcome of a prompt group."""
-
     number: int
     uid: str
     """Id of the question."""
@@ -346,7 +342,6 @@ class StalenessScheduler:
         self._taken[prompt_group.number] = prompt_group
 
     def drop(self, prompt_group: PromptGroup, reason: DropReason) -> None:
-        """Drop an outstanding prompt group."""
         self._require(prompt_group, GroupStage.rolling, GroupStage.ready, GroupStage.taken)
         if prompt_group.stage is GroupStage.rolling:
             self._rolling.remove(prompt_group)

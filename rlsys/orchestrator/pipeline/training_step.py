@@ -61,7 +61,6 @@ class MiniBatches:
 
 
 def make_scheduler(config: RunConfig) -> StalenessScheduler:
-    """Return the scheduler of a new run."""
     curation, groups = config.algorithm.curation, config.trainer.prompts_per_step
     replaced = floor(curation.max_replaced * groups) if curation.drop_no_spread else 0
     return StalenessScheduler(
@@ -89,7 +88,6 @@ def score_batch_size(config: RunConfig) -> ScoreBatchSize:
 
 
 def mini_batches(config: RunConfig) -> MiniBatches:
-    """Return the division of a step into mini-batches for `config`."""
     trainer, algorithm = config.trainer, config.algorithm
     whole = partial(over_mini_batch, config=algorithm, mask_of=value_mask(config.compat))
     return MiniBatches(

@@ -184,7 +184,6 @@ class Verdicts:
             self._append(b"\n")  # End a truncated line before the next verdict.
 
     def get(self, key: str) -> bool | None:
-        """Return the verdict, None if unknown."""
         return self._known.get(key)
 
     def put(self, key: str, verdict: bool) -> None:
@@ -243,7 +242,6 @@ class ChatEndpoint:
         return await self._endpoint.post(body, _reply)
 
     async def close(self) -> None:
-        """Close the connections."""
         await self._endpoint.close()
 
 

@@ -84,8 +84,6 @@ _QUOTED_CHARS = 100
 
 @dataclass(frozen=True, slots=True)
 class Scored:
-    """Reward of one episode."""
-
     reward: float
     turn_rewards: tuple[float, ...]
     """[turns], at least one: part of the reward earned on each turn."""

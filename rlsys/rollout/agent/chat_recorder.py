@@ -56,8 +56,6 @@ class Asked:
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """An answer."""
-
     message: Message
     finish: Literal["stop", "length", "tool_calls"]
     stop: str | None

@@ -107,7 +107,6 @@ class ChatSession:
         reply.add_done_callback(leave)
 
     def fail(self, error: BaseException) -> None:
-        """End the session with `error`."""
         if not self.failed.done():
             self.failed.set_exception(error)
 

@@ -63,8 +63,6 @@ class Cause(StrEnum):
 
 @dataclass(slots=True, eq=False)
 class Generation:
-    """A recorded generation."""
-
     turn: SampledTurn
     parent: Generation | None
     cause: Cause

@@ -210,8 +210,6 @@ async def run_episode(
 
 
 class Episode:
-    """One running episode."""
-
     def __init__(
         self,
         question: Question,

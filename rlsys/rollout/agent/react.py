@@ -65,8 +65,6 @@ async def _result(call: Call, tools: Toolbox) -> ToolResult:
 
 
 class Call(NamedTuple):
-    """A call in a message."""
-
     tool: str = ""
     """Name of the tool; empty for the search."""
     content: str = ""

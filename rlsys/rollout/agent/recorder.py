@@ -53,7 +53,6 @@ class TurnSampling:
 
 
 def training_sampling(rollouts: SamplingConfig) -> TurnSampling:
-    """Return the sampling parameters of rollouts."""
     return TurnSampling(rollouts.temperature, rollouts.top_p, rollouts.top_k, tuple(rollouts.stop))
 
 
@@ -109,8 +108,6 @@ class EpisodeOver(BaseException):
 
 @dataclass(frozen=True, slots=True)
 class Parsed:
-    """A parsed turn."""
-
     text: str
     """Text of the turn up to its cut."""
     action: Action

@@ -55,8 +55,6 @@ UNSAMPLED = -1
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
-    """Tokens of a text."""
-
     ids: list[int]
     spans: list[tuple[int, int]]
     """Half-open character range of each token in the text."""

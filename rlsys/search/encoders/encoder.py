@@ -42,8 +42,6 @@ _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A loaded model with its tokenizer."""
-
     folder: Path
     model: Any
     tokenizer: Any
@@ -315,7 +313,6 @@ _GPU = PassCost(most_tokens=65536, fixed_tokens=4096)
 
 
 def pass_cost(device: torch.device) -> PassCost:
-    """Return the cost model of a pass on `device`."""
     return _CPU if device.type == "cpu" else _GPU
 
 

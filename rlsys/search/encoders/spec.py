@@ -161,7 +161,6 @@ class EncoderSpec:
         raise UserError(f"{lacks}: give {choices}.", code="not_found", key=str(folder / "modules.json"))
 
     def _overriding(self, family: Family) -> Family:
-        """Return `family` with the overrides of this spec."""
         if self.pooling is not None and self.pooling not in list(Pooling):
             raise UserError(
                 f"pooling {self.pooling!r} is unknown: choose one of {', '.join(Pooling)}.",

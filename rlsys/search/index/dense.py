@@ -529,7 +529,6 @@ class ChunkWriter:
         return list(map(int, np.flatnonzero(~self._done)))
 
     def rows_of(self, chunk: int) -> range:
-        """Return the rows of a chunk."""
         return range(chunk * CHUNK_ROWS, min((chunk + 1) * CHUNK_ROWS, self._embeddings.rows))
 
     def put(self, chunk: int, vectors: Floats) -> None:

@@ -161,7 +161,6 @@ class EngineClient:
         return [answer["hits"]["hits"] for answer in answers]
 
     def close(self) -> None:
-        """Close the connections."""
         self._client.close()
 
     @contextmanager
@@ -425,5 +424,4 @@ class RemoteRetriever:
         return known | made
 
     def close(self) -> None:
-        """Close the connections."""
         self._client.close()

@@ -341,7 +341,6 @@ class HitCache:
         self._passages = 0
 
     def get(self, ask: Ask) -> list[Hit] | None:
-        """Return the cached hits, or None."""
         if (hits := self._hits.get(ask)) is not None:
             self._hits.move_to_end(ask)
         return hits

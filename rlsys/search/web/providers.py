@@ -48,8 +48,6 @@ Sleep = Callable[[float], Awaitable[None]]
 
 
 class Result(NamedTuple):
-    """One search result."""
-
     title: str
     url: str  # empty for a direct answer that has no page
     snippet: str
@@ -340,7 +338,6 @@ class ProviderClient:
         return _distinct([*found, *first.related])[:count]
 
     async def close(self) -> None:
-        """Close the connections."""
         await self._http.aclose()
 
     async def _ask(self, query: str, count: int, page: int) -> Answer:

@@ -205,8 +205,6 @@ class PageError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class FetchLimits:
-    """Limits for fetching pages."""
-
     timeout_s: float = 10.0  # one page, from name resolution to the last byte, redirects included
     max_bytes: int = 2 * 1024 * 1024  # limit for the body, both compressed and decompressed
     max_redirects: int = 5
@@ -252,7 +250,6 @@ class PageFetcher:
         raise PageError(f"{url[:200]!r} cannot be fetched: {reason}")
 
     async def close(self) -> None:
-        """Close the connections."""
         await self._http.aclose()
 
     async def _follow(self, url: str) -> Fetched:

@@ -31,8 +31,6 @@ _HIDDEN = re.compile(r"\.(global_step_\d+)\.(partial|deleted|replaced)")
 
 @dataclass(frozen=True, slots=True)
 class SavedCheckpoint:
-    """One checkpoint."""
-
     step: int
     folder: Path
 

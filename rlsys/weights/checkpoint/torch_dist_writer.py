@@ -45,8 +45,6 @@ _BACKEND: Mapping[str, object] = {
 
 @dataclass(frozen=True, slots=True)
 class FileJob:
-    """One file to write."""
-
     name: str
     entries: tuple[Entry, ...]
     nbytes: int  # Total size of its tensors.

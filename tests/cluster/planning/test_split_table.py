@@ -22,7 +22,7 @@ from scripts.split_tables import PAGE
 REACHED = yaml.safe_load(Path("rlsys/cluster/planning/reached.yaml").read_text())["values"]
 PEAK, BANDWIDTH = REACHED["compute"] * 989e12, REACHED["memory"] * 3.35e12
 LINK, NETWORK = REACHED["link"] * 450e9, REACHED["link"] * 50e9
-"""What an H100 reaches, by its data sheet and the shares of it; NETWORK is one port of 400 Gbit/s."""
+"""Speeds that an H100 reaches: its data sheet times the shares in REACHED; NETWORK is one port of 400 Gbit/s."""
 PROMPT, FOUND, SAID = 200, 850, 350
 TOKENS = PROMPT + FOUND + SAID
 CONTEXT = PROMPT + (FOUND + SAID) / 2

@@ -148,7 +148,7 @@ def all_splits(config: RunConfig) -> Iterator[RunConfig]:
 
 @pytest.mark.parametrize(("gib", "kl_coef"), [(70, 0.001), (70, 0.0), (50, 0.001)])
 def test_fastest_split_is_that_of_brute_force(gib: float, kl_coef: float) -> None:
-    """Of a 3B model on five GPUs, whose memory rules out some splits."""
+    """A 3B model on five GPUs, whose memory rules out some splits."""
     config = experiment("searchr1_qwen2.5_3b_1node")
     config.task.train_path = config.task.eval_path = "README.md"
     config.cluster.devices_per_node, config.cluster.device_memory_gib = 5, gib

@@ -88,7 +88,7 @@ def test_refusal_is_a_stall_only_if_nothing_can_change_it() -> None:
 
 
 def test_wait_goes_on_after_a_resume() -> None:
-    """Of three ready groups, one is trained; the others have waited a step when the run is saved."""
+    """One of three ready groups is trained; the others have waited a step when the run is saved."""
 
     def scheduler() -> StalenessScheduler:
         return StalenessScheduler(1, max_staleness=4, max_wait=2)

@@ -94,7 +94,6 @@ def tools_of(
 
 
 def play(engine: Engine, agent: Callable[..., Any] | GatewayAgent, **changes: Any) -> Trajectory:
-    """Play one episode."""
     with closing(tools_of(engine, agent, **changes)) as tools:
         return asyncio.run(run_episode(ASKED, 0, tools, DRAWN))
 
@@ -122,7 +121,6 @@ class Client:
         return await self._http.post(path, **({"json": body} if body is not None else {}), **more)
 
     async def get(self, path: str) -> httpx.Response:
-        """Fetch a path."""
         return await self._http.get(path)
 
     async def chat(self, text: str = "Who?", headers: dict[str, str] | None = None, **more: Any) -> httpx.Response:

@@ -66,7 +66,6 @@ def wait() -> str:
 
 @server.tool()
 def leave(status: int) -> str:
-    """End the server."""
     print("a last word", file=sys.stderr, flush=True)
     os._exit(status)
 
