@@ -195,6 +195,15 @@ def _layout(config: RunConfig) -> Iterator[Problem]:
             "model: set it to none.",
             "mismatch",
         )
+    elif config.algorithm.router_replay is RouterReplay.r3 and (
+        architecture.dense_layers or architecture.shared_experts
+    ):
+        yield Problem(
+            "algorithm.router_replay",
+            f"algorithm.router_replay=r3 is not built for models with shared experts or a few dense layers, as "
+            f"model.path={config.model.path} has: set it to none.",
+            "unsupported",
+        )
     for group, settings in megatron_groups(config).items():
         yield from parallel_problems(group, settings.parallel, len(ranks[group]), architecture)
         yield from context_problems(config, group, architecture)

@@ -8,6 +8,7 @@ from the Hugging Face tensors, which are fused, cut and padded as in SGLang. The
     gate_up               gate, up (cut likewise);
     columns               columns are cut;
     vocab                 rows are padded with zeros to a multiple of 64, and cut;
+    whole, latents        down-projections of queries, and of keys and values, if both have one;
     several experts       the parts of expert 0, then of expert 1, and so on;
     MLP on a CPU          width padded to a multiple of 32 per rank.
 
@@ -27,7 +28,7 @@ from torch.nn.functional import pad
 
 from rlsys.rollout.staging import WeightCheck
 from rlsys.weights.transport import bytes_of
-from rlsys.weights.weight_map import Cut, Entry, WeightMap
+from rlsys.weights.weight_map import Cut, Entry, WeightMap, rules_of
 
 Hasher = Callable[[Sequence[Tensor]], str]
 """Parts of a tensor, concatenated along dimension 0 -> the hash that SGLang reports for it."""
@@ -63,6 +64,10 @@ class SglangWeights(WeightCheck):
         super().__init__(layout.tp)
         self._weights, self._layout, self._hasher = weights, layout, hasher
         self._parts: dict[str, dict[int, Tensor]] = {}
+        self._fused: dict[str | None, list[str]] = {}
+        """Engine tensor -> the Hugging Face tensors that it holds, of one expert, in order; with placeholders."""
+        for rule in rules_of(weights.architecture):
+            self._fused.setdefault(rule.engine, []).extend(rule.hf)
 
     def predict(self, name: str, tensor: Tensor) -> None:
         """Add a Hugging Face tensor. Hash an engine tensor once all of its parts have been added."""
@@ -78,12 +83,15 @@ class SglangWeights(WeightCheck):
 
     def _place(self, entry: Entry, name: str) -> tuple[str, int, int]:
         """Return the engine tensor that holds the tensor `name`, its index there, and the number of parts."""
-        if entry.rule.engine is None:
+        fused = self._fused[entry.rule.engine]
+        # What would be fused with tensors that the model lacks keeps its name.
+        if entry.rule.engine is None or (fused == list(entry.rule.hf) and len(fused) == 1 and entry.expert is None):
             return name, 0, 1
-        target, parts = entry.rule.engine.format(layer=entry.layer, expert=entry.expert), len(entry.hf)
+        target, parts = entry.rule.engine.format(layer=entry.layer, expert=entry.expert), len(fused)
+        index = fused.index(entry.rule.hf[entry.hf.index(name)])
         if entry.expert is None or "{expert}" in entry.rule.engine:
-            return target, entry.hf.index(name), parts
-        return target, entry.expert * parts + entry.hf.index(name), self._weights.architecture.experts * parts
+            return target, index, parts
+        return target, entry.expert * parts + index, self._weights.architecture.experts * parts
 
     def detach(self, flat: Tensor) -> None:
         """Copy the parts of incomplete tensors that share the memory of `flat`."""

@@ -37,6 +37,7 @@ from rlsys.components import one_line
 from rlsys.data.trajectory import Routes, routes_type
 from rlsys.errors import UserError
 from rlsys.rollout.agent.recorder import Generation, TurnSampling
+from rlsys.weights.hf_io import with_attention_scale
 from rlsys.weights.transport import Bucket, ChecksumError, TensorRecord, checksum, unpack
 
 _FUSED_EXPERTS = re.compile(r"(?P<experts>.+\.experts)\.(?P<module>gate_up_proj|down_proj)")
@@ -354,7 +355,7 @@ def load_model(model_path: str, dtype: torch.dtype) -> tuple[Any, Any]:
             code="mismatch",
             key="model.path",
         )
-    return tokenizer, model
+    return tokenizer, with_attention_scale(model)
 
 
 class Server:

@@ -9,8 +9,8 @@ a fixed list of megatron.core modules:
 
 `enable` changes the functions' code objects, not the functions, so it works even if other modules have already imported
 the functions. Megatron's random-generator and expert-dispatch helpers are replaced as well. With CUDA, `enable` is a
-no-op. If a function to change is missing, `enable` raises: an unsupported Megatron-core fails at startup, not in the
-middle of a run.
+no-op but for `_tell_that_transformer_engine_is_missing`. If a function to change is missing, `enable` raises: an
+unsupported Megatron-core fails at startup, not in the middle of a run.
 """
 
 from __future__ import annotations
@@ -44,6 +44,7 @@ _TARGETS = {
     "optimizer.clip_grads": "get_grad_norm_fp32 clip_grad_by_total_norm_fp32",
     "models.common.language_module.language_module": "LanguageModule.setup_embeddings_and_output_layer",
     "models.common.embeddings.rotary_pos_embedding": "RotaryEmbedding.__init__",
+    "models.common.embeddings.yarn_rotary_pos_embedding": "YarnRotaryEmbedding.__init__ YarnRotaryEmbedding.get_emb",
     "transformer.utils": "",
     "transformer.transformer_layer": "",
     "transformer.moe.token_dispatcher": "MoEAlltoAllTokenDispatcher.__init__ "
@@ -70,7 +71,8 @@ class UnsupportedMegatron(RuntimeError):
 
 
 def enable() -> None:
-    """Make megatron.core run on the CPU; no-op with CUDA. Raises UnsupportedMegatron."""
+    """Make megatron.core run on the CPU; almost a no-op with CUDA. Raises UnsupportedMegatron."""
+    _tell_that_transformer_engine_is_missing(importlib.import_module(_CORE + "transformer.multi_latent_attention"))
     if torch.cuda.is_available():
         return
     # Megatron decorates small functions with torch.compile, which needs a C++ compiler on a CPU: run them eagerly.
@@ -79,6 +81,13 @@ def enable() -> None:
         retarget(importlib.import_module(_CORE + name), frozenset(required.split()))
     _share_the_cpu_generator(importlib.import_module(_CORE + "tensor_parallel.random"))
     _count_on_the_host(importlib.import_module(_CORE + "transformer.moe.token_dispatcher"))
+
+
+def _tell_that_transformer_engine_is_missing(attention: ModuleType) -> None:
+    """Correct the flag of Megatron's latent attention, which is true also if Megatron has only mocks of the engine."""
+    if not hasattr(attention, "HAVE_TE") or not hasattr(attention, "TELinear"):
+        raise UnsupportedMegatron(f"{attention.__name__} has no HAVE_TE or TELinear: install megatron-core 0.16.1.")
+    attention.HAVE_TE = isinstance(attention.TELinear, type)  # type: ignore[attr-defined]
 
 
 def retarget(module: ModuleType, required: frozenset[str]) -> None:

@@ -12,7 +12,8 @@ bucket, because a model may have thousands of them.
 Every process of the group creates an `Export`, and all processes call `next` together and equally often, because
 gathering is collective. The weights must not change until `next` has returned None on rank 0.
 
-Invariant: all tensors of one parameter (query, key and value; gate and up) are in one bucket.
+Invariant: all tensors of one parameter (query, key and value; gate and up) are in one bucket, and so are parameters that
+an engine fuses.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ from rlsys.weights.transport import (
     open_sender,
     pack_into,
 )
-from rlsys.weights.weight_map import Entry, ShardLoader, WeightMap, aligned, packed
+from rlsys.weights.weight_map import Entry, ShardLoader, WeightMap, aligned, packed, shares_bucket
 
 
 def update_loader(model: StageModel) -> ShardLoader:
@@ -121,13 +122,17 @@ def export_plan(model: PolicyModel, bucket_bytes: int) -> list[list[Entry]]:
         # Include all experts of the stage's layers, whichever rank of the stage holds them.
         if entry.name in model.exported or (entry.expert is not None and entry.layer in model.layers)
     ]
-    return list(
-        packed(
-            [*entries, *model.adapter_entries],
-            lambda e: sum(aligned(prod(shape) * itemsize) for shape in e.rule.shapes),
-            bucket_bytes,
-        )
-    )
+    together: list[list[Entry]] = []
+    for entry in [*entries, *model.adapter_entries]:
+        if together and shares_bucket(together[-1][-1].rule, entry.rule):
+            together[-1].append(entry)
+        else:
+            together.append([entry])
+
+    def nbytes(items: list[Entry]) -> int:
+        return sum(aligned(prod(shape) * itemsize) for entry in items for shape in entry.rule.shapes)
+
+    return [[entry for items in run for entry in items] for run in packed(together, nbytes, bucket_bytes)]
 
 
 @torch.no_grad()

@@ -20,7 +20,9 @@ A built-in family is `family/<model_type>.yaml`; `model.family` names a file of 
   - `engine_cut`: the cut that SGLang makes, if it is another one.
   - `also`: its name under Transformer Engine, which fuses norms into the next linear layer and keeps all experts of a
     layer in one module.
-  - `when`: condition for its presence: a flag of `Architecture`, or the kind of head (`logits` or `values`).
+  - `when`: condition for its presence: a flag of `Architecture` or its negation (`not qk_norm`), or the kind of head
+    (`logits` or `values`).
+  - `layers`: `dense` if only the first layers of `dense_layers` have it, `experts` if only the layers after them do.
   - `tied`: the tensor that it copies if embeddings are tied.
 
 Megatron names carry *global* layer and expert numbers, also under pipeline and expert parallelism.
@@ -45,7 +47,8 @@ FAMILIES = Path(__file__).with_name("family")
 _SECTIONS = ("defaults", "config", "only", "tensors")
 _KEYS = ("extends", "layer_spec", *_SECTIONS)
 _ONLY = {"values": list, "else": str, "computes": bool}
-_TENSOR = {"cut": str, "hf": dict, "engine": str, "engine_cut": str, "also": str, "when": str, "tied": str}
+_LAYERS = ("dense", "experts")
+_TENSOR = {"cut": str, "hf": dict} | dict.fromkeys(("engine", "engine_cut", "also", "when", "layers", "tied"), str)
 _TYPES = {list: "a list", str: "text", bool: "true or false", dict: "a map"}
 
 
@@ -172,6 +175,7 @@ class _Reader:
             ("cut", words.parts),
             ("engine_cut", words.parts),
             ("when", words.conditions),
+            ("layers", _LAYERS),
             ("tied", tensors),
         ):
             if key in tensor and tensor[key] not in choices:

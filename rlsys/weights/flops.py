@@ -36,12 +36,27 @@ class Flops:
 def flops_of(architecture: Architecture) -> Flops:
     """Return the costs of a model with gated MLPs; a mixture of experts counts its active experts only."""
     layers, hidden, local = architecture.layers, architecture.hidden, len(architecture.local_layers)
-    attention, key_value = (heads * architecture.head_dim for heads in (architecture.heads, architecture.kv_heads))
-    ffn = architecture.experts_per_token * architecture.expert_ffn or architecture.ffn
+    dense = architecture.dense_layers if architecture.experts else layers
+    active = (architecture.experts_per_token + architecture.shared_experts) * architecture.expert_ffn
+    mlp = 3 * hidden * (dense * architecture.ffn + (layers - dense) * active)
+    projections, width = _attention(architecture)
     return Flops(
-        per_token=2.0 * layers * (2 * hidden * (attention + key_value) + 3 * hidden * ffn),
+        per_token=2.0 * (layers * projections + mlp),
         per_target=2.0 * hidden * architecture.vocab,
-        per_square=2.0 * (layers - local) * attention,
-        per_local_square=2.0 * local * attention,
+        per_square=2.0 * (layers - local) * width,
+        per_local_square=2.0 * local * width,
         window=architecture.window or 0,
     )
+
+
+def _attention(architecture: Architecture) -> tuple[int, float]:
+    """Return the parameters of a layer's projections, and a: with MLA, the mean of the widths of queries and values."""
+    hidden, query = architecture.hidden, architecture.heads * architecture.head_dim
+    if not architecture.kv_lora_rank:
+        return 2 * hidden * (query + architecture.kv_heads * architecture.head_dim), query
+    value = architecture.heads * architecture.v_head_dim
+    latent, heads = architecture.kv_lora_rank, architecture.heads
+    of_queries = architecture.q_lora_rank * (hidden + query) if architecture.q_lora_rank else hidden * query
+    of_keys = hidden * (latent + architecture.qk_rope_head_dim)
+    of_keys += latent * heads * (architecture.qk_nope_head_dim + architecture.v_head_dim)
+    return of_queries + of_keys + value * hidden, (query + value) / 2

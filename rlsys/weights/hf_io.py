@@ -19,7 +19,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import product
-from math import prod
+from math import log, prod
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +80,19 @@ class _Stored:
     spec: TensorSpec
     file: Path
     offset: int  # Bytes from the start of the file.
+
+
+def with_attention_scale(model: Any) -> Any:
+    """Give the attention of a DeepSeek-V2 with YaRN its scale, which transformers lacks (huggingface/transformers#47435).
+
+    `model` is one of transformers, which is returned; other models are not changed.
+    """
+    rope = getattr(model.config, "rope_parameters", None) or {}
+    if model.config.model_type == "deepseek_v2" and rope.get("rope_type") == "yarn":
+        factor = 0.1 * (rope.get("mscale_all_dim") or 0.0) * log(max(rope["factor"], 1.0)) + 1.0
+        for layer in model.model.layers:
+            layer.self_attn.scaling = layer.self_attn.qk_head_dim**-0.5 * factor**2
+    return model
 
 
 class HfReader:

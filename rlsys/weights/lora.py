@@ -45,7 +45,16 @@ def module_of(hf: str) -> str:
 
 
 def adapter_rules(architecture: Architecture, lora: LoraConfig) -> tuple[Rule, ...]:
-    """Return two rules, A and B, for each Megatron linear layer that has a target. Raises UserError for a wrong target."""
+    """Return two rules, A and B, for each Megatron linear layer that has a target. Raises UserError for a wrong target
+    or model.
+    """
+    if architecture.kv_lora_rank or architecture.dense_layers or architecture.shared_experts:
+        raise UserError(
+            f"model.lora.rank is {lora.rank}, but adapters are not built for multi-head latent attention, for shared experts "
+            f"and for a few dense layers, and {architecture.family} has some of these: set it to 0.",
+            code="unsupported",
+            key="model.lora.rank",
+        )
     linears = list(_linears(architecture))
     _check_targets(architecture, linears, lora)
     return tuple(

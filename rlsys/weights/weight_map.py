@@ -55,6 +55,18 @@ class RopeScaling:
 
 
 @dataclass(frozen=True, slots=True)
+class YarnScaling:
+    """Rotary position scaling of DeepSeek (YaRN, arXiv:2309.00071), which Megatron's `YarnRotaryEmbedding` computes."""
+
+    factor: float
+    original_max_positions: int
+    beta_fast: float
+    beta_slow: float
+    mscale: float
+    mscale_all_dim: float
+
+
+@dataclass(frozen=True, slots=True)
 class Architecture:
     """The sizes and choices of one model, read from its Hugging Face config."""
 
@@ -64,7 +76,7 @@ class Architecture:
     heads: int
     kv_heads: int
     head_dim: int
-    ffn: int  # Width of the MLP; unused in a model with experts.
+    ffn: int  # Width of the MLP; unused if all layers have experts.
     vocab: int
     tied: bool  # Input embedding and output layer share one matrix.
     qkv_bias: bool
@@ -78,7 +90,7 @@ class Architecture:
     sglang_window: bool = False  # SGLang's model of this family has the window too.
     rotary_fraction: float = 1.0  # Share of a head's dimensions that carry rotary positions.
     rope_interleaved: bool = False  # A rotary position turns neighbouring dimensions, not those of two halves.
-    rope: RopeScaling | None = None
+    rope: RopeScaling | YarnScaling | None = None
     experts: int = 0  # Experts per layer; 0 for a dense model.
     experts_per_token: int = 0
     expert_ffn: int = 0  # Width of one expert's MLP.
@@ -88,6 +100,14 @@ class Architecture:
     norm_plus_one: bool = False  # Norms multiply by 1 + weight.
     post_norms: bool = False  # What attention and MLP add to the residual stream is normalised.
     scaled_embedding: bool = False  # Embeddings are multiplied by the square root of `hidden`.
+    dense_layers: int = 0  # First layers of a model with experts that have an MLP instead.
+    shared_experts: int = 0  # Experts of a layer that all tokens share, in addition to `experts`; computed as one.
+    routed_scale: float = 1.0  # Factor of the router weights of a token's experts.
+    kv_lora_rank: int = 0  # Width of the latent from which keys and values are projected (MLA); 0: no MLA.
+    q_lora_rank: int | None = None  # The same of queries; None: they are projected from the hidden state.
+    qk_nope_head_dim: int = 0  # With MLA, a head of queries and keys has dimensions without positions,
+    qk_rope_head_dim: int = 0  # then dimensions with rotary positions, which all heads of keys share; their sum is
+    v_head_dim: int = 0  # `head_dim`. Size of a head of values with MLA.
 
     def padded_vocab(self, tp: int) -> int:
         """Return the number of rows of Megatron's embedding for TP size `tp`, padding included."""
@@ -106,16 +126,25 @@ _KINDS: dict[Any, type] = {
 }
 _FIELDS = {field.name: _KINDS[field.type] for field in fields(Architecture) if field.type in _KINDS}
 """Fields that the `config` section may set -> their type."""
-_SIZES = ("hidden", "head_dim", "ffn", "experts", "expert_ffn", "vocab")
+_FROM_ZERO = ("dense_layers",)
+"""Fields that config.json may set to 0."""
+_SIZES = ("hidden", "head_dim", "ffn", "experts", "expert_ffn", "vocab", "q_lora_rank", "kv_lora_rank")
 _WIDTHS = {"query": "heads", "key_value": "kv_heads"}
 """Words for sizes in the shapes of `tensors`: `_SIZES` are fields, `_WIDTHS` are fields times `head_dim`. A tensor that
-fuses several has the rows of all of them: `qkv` and `gate_up`."""
+fuses several has the rows of all of them: `qkv`, `gate_up`, and those of `_MORE`."""
+_MORE: dict[str, Callable[[Architecture], int]] = {
+    "value": lambda model: model.heads * model.v_head_dim,
+    "latent_and_position": lambda model: model.kv_lora_rank + model.qk_rope_head_dim,
+    "keys_and_values": lambda model: model.heads * (model.qk_nope_head_dim + model.v_head_dim),
+    "shared_ffn": lambda model: model.shared_experts * model.expert_ffn,
+}
+_FLAGS = (*(name for name, kind in _FIELDS.items() if kind is bool), "q_lora_rank")
 _WORDS = Words(
     fields=_FIELDS,
     required=[field.name for field in fields(Architecture) if field.name in _FIELDS and field.default is MISSING],
     parts={cut.value: {Cut.QKV: (1, 3), Cut.GATE_UP: (1, 2)}.get(cut, (1,)) for cut in Cut},
-    sizes=(*_SIZES, *_WIDTHS, "qkv", "gate_up"),
-    conditions=(*_HEADS, *(name for name, kind in _FIELDS.items() if kind is bool)),
+    sizes=(*_SIZES, *_WIDTHS, "qkv", "gate_up", *_MORE),
+    conditions=(*_HEADS, *_FLAGS, *(f"not {name}" for name in _FLAGS)),
 )
 
 
@@ -130,6 +159,11 @@ class Rule:
     exported: bool = True  # False for a copy of a tensor that another rule exports.
     engine: str | None = None  # SGLang's name, with the same placeholders, if it fuses the Hugging Face tensors.
     engine_cut: Cut | None = None  # The cut that SGLang makes, if it is not `cut`.
+    layers: range | None = None  # Layers that have such a tensor; None: all.
+
+    def count_in(self, layers: range) -> int:
+        """Return the number of `layers` that have such a tensor."""
+        return len(layers) if self.layers is None else sum(layer in self.layers for layer in layers)
 
     @property
     def per_layer(self) -> bool:
@@ -190,11 +224,14 @@ def rules_of(architecture: Architecture, values: bool = False) -> tuple[Rule, ..
     sizes = {word: getattr(architecture, word) for word in _SIZES} | {"gate_up": 2 * architecture.ffn}
     sizes |= {word: getattr(architecture, heads) * architecture.head_dim for word, heads in _WIDTHS.items()}
     sizes["qkv"] = sizes["query"] + 2 * sizes["key_value"]
+    sizes |= {word: size(architecture) for word, size in _MORE.items()}
+    dense, layers = architecture.dense_layers, architecture.layers
+    kinds = {None: None, "dense": range(dense), "experts": range(dense, layers) if dense else None}
     absent = _HEADS[0 if values else 1]
     rules = []
     for name, tensor in tensors.items():
         when = tensor.get("when")
-        if when == absent or not (when is None or when in _HEADS or getattr(architecture, when)):
+        if when == absent or not (when is None or when in _HEADS or _holds(architecture, when)):
             continue
         copy = architecture.tied and "tied" in tensor
         source = tensors[tensor["tied"]] if copy else tensor
@@ -202,8 +239,16 @@ def rules_of(architecture: Architecture, values: bool = False) -> tuple[Rule, ..
         shapes = (tuple(sizes.get(size, size) for size in shape) for shape in source["hf"].values())
         cut, fused = Cut(tensor["cut"]), tensor.get("engine")
         of_engine = Cut(tensor["engine_cut"]) if "engine_cut" in tensor else None
-        rules.append(Rule(names, tuple(source["hf"]), tuple(shapes), cut, not copy, fused, of_engine))
+        held = kinds[tensor.get("layers")]
+        if held != range(0):
+            rules.append(Rule(names, tuple(source["hf"]), tuple(shapes), cut, not copy, fused, of_engine, held))
     return tuple(rules)
+
+
+def _holds(architecture: Architecture, condition: str) -> bool:
+    """Return True if the flag of `when` holds."""
+    name = condition.removeprefix("not ")
+    return bool(getattr(architecture, name)) == (name == condition)
 
 
 def read_architecture(path: str | Path, family: str | None = None, *, weights_only: bool = False) -> Architecture:
@@ -260,8 +305,10 @@ def architecture_of(config: Any, family: str | None = None, *, weights_only: boo
                 key=key,
             )
     plain = {name: source for name, source in known.config.items() if _FIELDS[name] is not tuple}
-    values = {name: _read(keys, source, _FIELDS[name]) for name, source in plain.items()}
+    values = {name: _read(keys, source, _FIELDS[name], name in _FROM_ZERO) for name, source in plain.items()}
     values["head_dim"] = values["head_dim"] or values["hidden"] // values["heads"]
+    if values.get("kv_lora_rank"):
+        values["head_dim"] = values["qk_nope_head_dim"] + values["qk_rope_head_dim"]
     if values["heads"] % values["kv_heads"] or not values["head_dim"]:
         heads = str(known.config["heads"])
         raise UserError(
@@ -270,18 +317,20 @@ def architecture_of(config: Any, family: str | None = None, *, weights_only: boo
             code="mismatch",
             key=heads,
         )
+    if values.get("dense_layers", 0) >= values["layers"]:
+        name = str(_first(known.config["dense_layers"]))
+        raise UserError(
+            f"{name} is {values['dense_layers']}, but only a part of the {values['layers']} layers may lack experts: copy "
+            "config.json from the original model.",
+            code="mismatch",
+            key=name,
+        )
     if values.get("window"):
         values["local_layers"] = _local_layers(keys, known.config.get("local_layers"), values["layers"])
         values["window"] = values["window"] if values["local_layers"] else None
-    rope = None
-    if keys["rope_type"] == "llama3":
-        original = ["original_max_position_embeddings", "max_position_embeddings"]
-        factors = {name: _read(keys, name, float) for name in ("factor", "low_freq_factor", "high_freq_factor")}
-        rope = RopeScaling(**factors, original_max_positions=_read(keys, original, int))
-    found = Architecture(family=str(kind), rope=rope, **values)
+    found = Architecture(family=str(kind), rope=_scaling(keys, known), **values)
     if found.rotary_fraction != 1 and (rotary_dims(found) % 2 or not 0 < rotary_dims(found) <= found.head_dim):
-        source = known.config["rotary_fraction"]
-        name = str(source[0] if isinstance(source, list) else source)
+        name = str(_first(known.config["rotary_fraction"]))
         raise UserError(
             f"{name} is {found.rotary_fraction:g}, which gives rotary positions to {rotary_dims(found)} of the "
             f"{found.head_dim} dimensions of a head: copy config.json from the original model.",
@@ -292,8 +341,25 @@ def architecture_of(config: Any, family: str | None = None, *, weights_only: boo
 
 
 def rotary_dims(architecture: Architecture) -> int:
-    """Return the number of a head's dimensions that carry rotary positions: the first ones."""
-    return int(architecture.head_dim * architecture.rotary_fraction)
+    """Return the number of a head's dimensions that carry rotary positions: the first ones, or the last with MLA."""
+    return architecture.qk_rope_head_dim or int(architecture.head_dim * architecture.rotary_fraction)
+
+
+def _scaling(keys: Mapping[str, Any], family: Family) -> RopeScaling | YarnScaling | None:
+    """Return the scaling of rotary positions; None for one that the family accepts for its weights alone."""
+    kind = keys["rope_type"]
+    if kind not in family.only["rope_type"]["values"]:
+        return None
+    if kind == "llama3":
+        original = ["original_max_position_embeddings", "max_position_embeddings"]
+        factors = {name: _read(keys, name, float) for name in ("factor", "low_freq_factor", "high_freq_factor")}
+        return RopeScaling(**factors, original_max_positions=_read(keys, original, int))
+    if kind == "yarn":
+        defaults = {"beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 0.0}
+        named = {name: _read(keys, [name, default], float, True) for name, default in defaults.items()}
+        original = _read(keys, "original_max_position_embeddings", int)
+        return YarnScaling(factor=_read(keys, "factor", float), original_max_positions=original, **named)
+    return None
 
 
 def _rope(keys: Mapping[str, Any]) -> dict[str, Any]:
@@ -345,15 +411,20 @@ def _local_layers(keys: Mapping[str, Any], source: Any, layers: int) -> tuple[in
     return tuple(range(layers))
 
 
+def _first(source: Any) -> Any:
+    """Return the first key or value of a field's source."""
+    return source[0] if isinstance(source, list) else source
+
+
 def _written(value: Any) -> str:
     """Return `value` as config.json writes it; a string without quotes."""
     return value if isinstance(value, str) else json.dumps(value)
 
 
-def _read(keys: Mapping[str, Any], source: Any, kind: type) -> Any:
+def _read(keys: Mapping[str, Any], source: Any, kind: type, from_zero: bool = False) -> Any:
     """Return the value of the first source that is present, as a bool or a number of type `kind` in (0, `_END`).
 
-    Return None if no source is present and the last source is null. Raises UserError.
+    The number may be 0 with `from_zero`. Return None if no source is present and the last source is null. Raises UserError.
     """
     sources = source if isinstance(source, list) else [source]
     for name in sources:
@@ -363,8 +434,11 @@ def _read(keys: Mapping[str, Any], source: Any, kind: type) -> Any:
         code: Code = "wrong_type"
         if not isinstance(value, int | float) or isinstance(value, bool) != (kind is bool):
             wanted = "true or false" if kind is bool else "a number"
-        elif kind is not bool and not (0 < value < _END and kind(value) == value):
-            code, wanted = "out_of_range", "a number of at least 1" if kind is int else "a number above 0"
+        elif kind is not bool and not (
+            (value > 0 or (from_zero and not value)) and value < _END and kind(value) == value
+        ):
+            least = "of at least 0" if from_zero else "of at least 1" if kind is int else "above 0"
+            code, wanted = "out_of_range", f"a number {least}"
         else:
             return kind(value)
         raise UserError(
@@ -390,10 +464,25 @@ def aligned(nbytes: int) -> int:
 def largest_tensor_bytes(architecture: Architecture, dtype: Dtype) -> int:
     """Return the size in bytes of the smallest bucket that can carry the weights of a model as `dtype`.
 
-    A bucket holds all Hugging Face tensors of one Megatron tensor (query, key and value; gate and up).
+    A bucket holds all Hugging Face tensors of one Megatron tensor (query, key and value; gate and up), and of
+    consecutive ones that `shares_bucket` puts together.
     """
-    item = 4 if dtype is Dtype.float32 else 2
-    return max(sum(aligned(prod(shape) * item) for shape in rule.shapes) for rule in rules_of(architecture))
+    item, sizes = 4 if dtype is Dtype.float32 else 2, [0]
+    before: Rule | None = None
+    for rule in rules_of(architecture):
+        size = sum(aligned(prod(shape) * item) for shape in rule.shapes)
+        sizes.append(size + (sizes[-1] if shares_bucket(before, rule) else 0))
+        before = rule
+    return max(sizes)
+
+
+def shares_bucket(before: Rule | None, rule: Rule) -> bool:
+    """Return True if SGLang must load tensors of the two rules together, because it fuses them into one.
+
+    It keeps no part of such a tensor from one call to the next.
+    """
+    engine = rule.engine
+    return before is not None and engine is not None and engine == before.engine and not rule.per_expert
 
 
 def stage_layers(layers: int, pp: int, pp_layers: Sequence[int] | None = None) -> list[range]:
@@ -510,6 +599,8 @@ class WeightMap:
             entry.expert is not None and entry.expert >= self.architecture.experts
         ):
             raise KeyError(megatron)
+        if rule.layers is not None and entry.layer not in rule.layers:
+            raise KeyError(megatron)
         return entry
 
     def entry_of_hf(self, name: str) -> Entry:
@@ -522,9 +613,10 @@ class WeightMap:
         block = [rule for rule in self._rules if rule.per_layer]
         entries = list(map(_entry, self._rules[:first]))
         for layer in range(self.architecture.layers):
-            entries += [_entry(rule, layer) for rule in block if not rule.per_expert]
+            here = [rule for rule in block if rule.layers is None or layer in rule.layers]
+            entries += [_entry(rule, layer) for rule in here if not rule.per_expert]
             experts = range(self.architecture.experts)
-            entries += [_entry(rule, layer, expert) for expert in experts for rule in block if rule.per_expert]
+            entries += [_entry(rule, layer, expert) for expert in experts for rule in here if rule.per_expert]
         entries += [_entry(rule) for rule in self._rules[first:] if not rule.per_layer]
         return [entry for entry in entries if entry.rule.exported]
 

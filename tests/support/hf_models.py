@@ -16,6 +16,8 @@ from tests.trainer import reference
 def configs(layers: int = 3) -> dict[str, PretrainedConfig]:
     """Config of each family, with and without tied embeddings."""
     return {
+        "deepseek-moe": reference.tiny_deepseek(layers),
+        "deepseek-moe-yarn": reference.tiny_deepseek(layers, q_lora_rank=20, yarn=True),
         "gemma3": reference.tiny_gemma3(layers),
         "glm4": reference.tiny_glm4(layers),
         "llama": reference.tiny_llama3(layers),

@@ -12,6 +12,7 @@ import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     AutoModelForCausalLM,
+    DeepseekV2Config,
     Exaone4Config,
     Gemma3TextConfig,
     Glm4Config,
@@ -68,6 +69,26 @@ def _qwen3_moe(**sizes: object) -> PretrainedConfig:
     )
 
 
+def _deepseek_v2(**sizes: object) -> PretrainedConfig:
+    return DeepseekV2Config(
+        **sizes | {"num_key_value_heads": 4},
+        q_lora_rank=None,
+        kv_lora_rank=32,
+        qk_nope_head_dim=32,
+        qk_rope_head_dim=16,
+        v_head_dim=32,
+        first_k_dense_replace=1,
+        n_routed_experts=4,
+        n_shared_experts=2,
+        n_group=1,
+        topk_group=1,
+        num_experts_per_tok=2,
+        moe_intermediate_size=32,
+        scoring_func="softmax",
+        pad_token_id=None,
+    )
+
+
 def _mistral(**sizes: object) -> PretrainedConfig:
     return MistralConfig(**sizes, head_dim=32, sliding_window=None)
 
@@ -100,6 +121,7 @@ def _exaone4(**sizes: object) -> PretrainedConfig:
 
 
 _RANDOM: dict[str, Callable[..., PretrainedConfig]] = {
+    "deepseek_v2": _deepseek_v2,
     "exaone4": _exaone4,
     "gemma3_text": _gemma3,
     "glm4": _glm4,

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
+    DeepseekV2Config,
     Exaone4Config,
     Gemma3TextConfig,
     Glm4Config,
@@ -22,6 +23,7 @@ from transformers import (
     Qwen3Config,
     Qwen3MoeConfig,
 )
+from transformers.models.deepseek_v3.modeling_deepseek_v3 import yarn_get_mscale
 
 from rlsys.algorithms.losses import LossFunction, LossInputs, policy_loss
 from rlsys.config.algorithm import AlgorithmConfig, PpoLoss
@@ -107,6 +109,43 @@ def tiny_glm4(layers: int = 3, tied: bool = False, bias: bool = True) -> Pretrai
     return Glm4Config(**{**sizes, "rope_parameters": rope}, head_dim=24, attention_bias=bias, **_TOKENS)
 
 
+def tiny_deepseek(
+    layers: int = 3, tied: bool = False, q_lora_rank: int | None = None, yarn: bool = False
+) -> PretrainedConfig:
+    """A DeepSeek-V2-Lite with a dense first layer; heads of queries and keys are larger than those of values."""
+    sizes = {**_sizes(layers, tied), "num_key_value_heads": 4}
+    if yarn:
+        sizes["rope_parameters"] = YARN
+    return DeepseekV2Config(
+        **sizes,
+        q_lora_rank=q_lora_rank,
+        kv_lora_rank=24,
+        qk_nope_head_dim=16,
+        qk_rope_head_dim=8,
+        v_head_dim=12,
+        first_k_dense_replace=1,
+        n_routed_experts=4,
+        n_shared_experts=2,
+        num_experts_per_tok=2,
+        moe_intermediate_size=40,
+        routed_scaling_factor=1.5,
+        **_TOKENS,
+    )
+
+
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 1234.0,
+    "factor": 8.0,
+    "original_max_position_embeddings": 16,
+    "beta_fast": 1,
+    "beta_slow": 0.1,
+    "mscale": 0.6,
+    "mscale_all_dim": 0.9,
+}
+"""Of the four frequencies of a `tiny_deepseek`, one stays, one is interpolated, and two are divided."""
+
+
 def tiny_exaone4(layers: int = 3) -> PretrainedConfig:
     """An EXAONE 4.0 with global layers without rotary positions; its family is not built in: `OWN_FAMILY`."""
     return Exaone4Config(**_sizes(layers, tied=False), head_dim=24, sliding_window=8, layer_types=_kinds(layers))
@@ -116,6 +155,7 @@ _TOKENS = {"pad_token_id": None, "eos_token_id": 1}
 """In transformers, a padding token's embedding is not trained."""
 OWN_FAMILY = str(PROJECT / "examples/extend/family.yaml")
 TINY: dict[str, Callable[..., PretrainedConfig]] = {
+    "deepseek_v2": tiny_deepseek,
     "gemma3_text": tiny_gemma3,
     "glm4": tiny_glm4,
     "llama": tiny_llama3,
@@ -191,7 +231,17 @@ def packed(*batches: MicroBatch, also: Sequence[str] = (), cp: int = 1, tp: int 
 
 
 def load(path: Path) -> torch.nn.Module:
-    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    """Load a model. A DeepSeek-V2 with YaRN gets the scale of attention that DeepSeek's own code and transformers'
+    DeepSeek-V3 have, and transformers' DeepSeek-V2 has since huggingface/transformers#47435.
+    """
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    rope = model.config.rope_parameters
+    if model.config.model_type == "deepseek_v2" and rope["rope_type"] == "yarn":
+        for layer in model.model.layers:
+            attention = layer.self_attn
+            scale = yarn_get_mscale(rope["factor"], rope["mscale_all_dim"])
+            attention.scaling = attention.qk_head_dim**-0.5 * scale**2
+    return model
 
 
 def logprobs_and_entropy(model: torch.nn.Module, tokens: np.ndarray) -> tuple[Tensor, Tensor]:

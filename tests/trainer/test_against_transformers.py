@@ -39,6 +39,11 @@ LAYOUTS = [
 TP2_PP2 = Layout(tp=2, pp=2, pp_layers=(1, 2), sequence_parallel=True, tied=False)
 MORE_LAYOUTS = {
     **{f"{family}-tp2-pp2": (TP2_PP2, family) for family in ("gemma3_text", "glm4", "ministral", "phi3")},
+    "deepseek_v2-tp2-pp2-ep2": (replace(TP2_PP2, ep=2), "deepseek_v2"),
+    "deepseek_v2-tp2-cp2-ep2": (
+        Layout(tp=2, cp=2, ep=2, sequence_parallel=True, tied=False, recompute=True),
+        "deepseek_v2",
+    ),
     "gemma3_text-tp2-cp2": (Layout(tp=2, cp=2, sequence_parallel=True), "gemma3_text"),
     "qwen2-pp2-uneven-recomputed": (Layout(pp=2, pp_layers=(1, 2), recompute=True), "qwen2"),
     # The TP ranks outnumber the two key-value heads.
@@ -133,6 +138,12 @@ def _of_trained(values: np.ndarray, batch: MicroBatch) -> np.ndarray:
 )
 def test_training_and_logprobs_equal_transformers(layout: Layout, family: str, tmp_path: Path) -> None:
     check_training(layout, reference.make_model(reference.TINY[family](tied=layout.tied), tmp_path / "model"))
+
+
+@pytest.mark.slow
+def test_training_with_latent_queries_and_yarn_equals_transformers(tmp_path: Path) -> None:
+    config = reference.tiny_deepseek(q_lora_rank=20, yarn=True)
+    check_training(replace(TP2_PP2, ep=2), reference.make_model(config, tmp_path / "model"))
 
 
 def check_training(layout: Layout, model: Path, family: str | None = None) -> None:

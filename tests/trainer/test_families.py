@@ -23,6 +23,8 @@ from tests.trainer.harness import local_model
 
 WIDTH = 120
 FAMILIES: dict[str, PretrainedConfig] = {
+    "deepseek_v2": reference.tiny_deepseek(),
+    "deepseek_v2 with YaRN and latent queries": reference.tiny_deepseek(q_lora_rank=20, yarn=True),
     "gemma3": reference.tiny_gemma3(window=50),
     "gemma3, separate output layer": reference.tiny_gemma3(tied=False),
     "glm4": reference.tiny_glm4(),

@@ -18,6 +18,7 @@ from rlsys.weights.family_file import family_names, unsupported_types
 from rlsys.weights.weight_map import (
     RopeScaling,
     WeightMap,
+    YarnScaling,
     architecture_of,
     read_architecture,
     rotary_dims,
@@ -70,7 +71,17 @@ GLM4_9B = json.loads("""{"model_type": "glm4", "attention_bias": true, "head_dim
     "hidden_size": 4096, "intermediate_size": 13696, "max_position_embeddings": 32768, "num_attention_heads": 32,
     "num_hidden_layers": 40, "num_key_value_heads": 2, "partial_rotary_factor": 0.5, "rms_norm_eps": 1e-05,
     "rope_theta": 10000.0, "tie_word_embeddings": false, "vocab_size": 151552}""")
+DEEPSEEK_V2_LITE = json.loads("""{"model_type": "deepseek_v2", "attention_bias": false, "first_k_dense_replace": 1,
+    "hidden_act": "silu", "hidden_size": 2048, "intermediate_size": 10944, "kv_lora_rank": 512,
+    "max_position_embeddings": 163840, "moe_intermediate_size": 1408, "moe_layer_freq": 1, "n_group": 1,
+    "n_routed_experts": 64, "n_shared_experts": 2, "norm_topk_prob": false, "num_attention_heads": 16,
+    "num_experts_per_tok": 6, "num_hidden_layers": 27, "num_key_value_heads": 16, "q_lora_rank": null,
+    "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "rms_norm_eps": 1e-06, "rope_scaling": {"beta_fast": 32,
+    "beta_slow": 1, "factor": 40, "mscale": 0.707, "mscale_all_dim": 0.707, "original_max_position_embeddings": 4096,
+    "type": "yarn"}, "rope_theta": 10000, "routed_scaling_factor": 1.0, "scoring_func": "softmax",
+    "tie_word_embeddings": false, "topk_group": 1, "topk_method": "greedy", "v_head_dim": 128, "vocab_size": 102400}""")
 PUBLISHED = {
+    "DeepSeek-V2-Lite": (DEEPSEEK_V2_LITE, 15_706_484_224),
     "Gemma-3-1B": (GEMMA3_1B, 999_885_952),
     "GLM-4-9B-0414": (GLM4_9B, 9_400_279_040),
     "Ministral-8B": (MINISTRAL_8B, 8_019_808_256),
@@ -83,11 +94,20 @@ PUBLISHED = {
     "Qwen3-30B-A3B": (QWEN3_30B_A3B, 30_532_122_624),
 }
 """Model -> (its published config.json, its number of parameters)."""
+SCALINGS = {
+    "default": None,
+    "llama3": RopeScaling(8.0, 1.0, 4.0, 8192),
+    "yarn": YarnScaling(40.0, 4096, 32.0, 1.0, 0.707, 0.707),
+}
+"""Type of rotary positions -> the scaling of the published models of that type."""
 WINDOWED = ("gemma3_text", "ministral", "mistral", "phi3")
 """Families whose models may have a sliding window."""
+FREE = ("deepseek_v2", "llama", "phi3")
+"""Families that have as many key-value heads as attention heads unless config.json says otherwise."""
 NEEDED = {
     *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
-    *("max_position_embeddings", "num_experts", "num_experts_per_tok", "moe_intermediate_size"),
+    *("max_position_embeddings", "num_experts", "num_experts_per_tok", "moe_intermediate_size", "n_routed_experts"),
+    *("n_shared_experts", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"),
 }
 """Required keys; the defaults of transformers for them are the sizes of some arbitrary model."""
 
@@ -98,14 +118,18 @@ def of_transformers(config: PretrainedConfig) -> dict[str, Any]:
     local = rope.get("sliding_attention", {})
     rope = rope.get("full_attention", rope)
     window = config.sliding_window if config.model_type in WINDOWED else None
+    latent = config.model_type == "deepseek_v2"
+    sizes = ("kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
     kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * config.num_hidden_layers
     moe = config.model_type == "qwen3_moe"
+    experts = config.num_experts if moe else config.n_routed_experts if latent else 0
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return {
         "layers": config.num_hidden_layers,
         "hidden": config.hidden_size,
         "heads": config.num_attention_heads,
         "kv_heads": config.num_key_value_heads,
-        "head_dim": getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
+        "head_dim": config.qk_nope_head_dim + config.qk_rope_head_dim if latent else head_dim,
         "ffn": config.intermediate_size,
         "vocab": config.vocab_size,
         "tied": config.tie_word_embeddings,
@@ -118,12 +142,15 @@ def of_transformers(config: PretrainedConfig) -> dict[str, Any]:
         "local_rope_theta": local.get("rope_theta"),
         "query_scale": getattr(config, "query_pre_attn_scalar", None),
         "qkv_bias": config.attention_bias if config.model_type == "glm4" else config.model_type == "qwen2",
-        "rope": RopeScaling(8.0, 1.0, 4.0, 8192) if rope["rope_type"] == "llama3" else None,
-        "experts": config.num_experts if moe else 0,
-        "experts_per_token": config.num_experts_per_tok if moe else 0,
-        "expert_ffn": config.moe_intermediate_size if moe else 0,
+        "rope": SCALINGS[rope["rope_type"]],
+        "experts": experts,
+        "experts_per_token": config.num_experts_per_tok if experts else 0,
+        "expert_ffn": config.moe_intermediate_size if experts else 0,
         "norm_topk": moe and config.norm_topk_prob,
-    }
+        "dense_layers": config.first_k_dense_replace if latent else 0,
+        "shared_experts": config.n_shared_experts if latent else 0,
+        "routed_scale": config.routed_scaling_factor if latent else 1.0,
+    } | {size: getattr(config, size) for size in sizes if latent}
 
 
 def ours(config: Any, names: dict[str, Any]) -> dict[str, Any]:
@@ -152,7 +179,7 @@ def test_published_config_is_read_like_transformers_with_any_key_left_out(name: 
     assert sum(map(prod, mapped(WeightMap(read_architecture(tmp_path))).values())) == parameters
     for key in config.keys() - {"model_type"}:
         rest = {other: value for other, value in config.items() if other != key}
-        if key in NEEDED or (key == "num_key_value_heads" and config["model_type"] not in ("llama", "phi3")):
+        if key in NEEDED or (key == "num_key_value_heads" and config["model_type"] not in FREE):
             with refused("missing", key):
                 architecture_of(rest)
         else:
@@ -181,6 +208,13 @@ def test_weight_map_lists_the_tensors_that_transformers_writes(family: str, crit
         (LLAMA_8B, {"attention_bias": True}, "unsupported", "attention_bias"),
         (QWEN3_30B_A3B, {"mlp_only_layers": [0, 1]}, "unsupported", "mlp_only_layers"),
         (QWEN3_30B_A3B, {"shared_expert_intermediate_size": 8}, "unsupported", "shared_expert_intermediate_size"),
+        (DEEPSEEK_V2_LITE, {"topk_method": "group_limited_greedy"}, "unsupported", "topk_method"),
+        (DEEPSEEK_V2_LITE, {"scoring_func": "sigmoid"}, "unsupported", "scoring_func"),
+        (DEEPSEEK_V2_LITE, {"norm_topk_prob": True}, "unsupported", "norm_topk_prob"),
+        (DEEPSEEK_V2_LITE, {"rms_norm_eps": 1e-5}, "unsupported", "rms_norm_eps"),
+        (DEEPSEEK_V2_LITE, {"moe_layer_freq": 2}, "unsupported", "moe_layer_freq"),
+        (DEEPSEEK_V2_LITE, {"first_k_dense_replace": -1}, "out_of_range", "first_k_dense_replace"),
+        (DEEPSEEK_V2_LITE, {"first_k_dense_replace": 27}, "mismatch", "first_k_dense_replace"),
         (GEMMA3_1B, {"hidden_activation": "silu"}, "unsupported", "hidden_activation"),
         (GEMMA3_1B, {"final_logit_softcapping": 30.0}, "unsupported", "final_logit_softcapping"),
         (GEMMA3_1B, {"attn_logit_softcapping": 50.0}, "unsupported", "attn_logit_softcapping"),
@@ -222,6 +256,9 @@ def test_unsupported_rope_is_accepted_for_weights_only() -> None:
     with refused("unsupported", "rope_type"):
         architecture_of(long)
     assert architecture_of(long, weights_only=True) == architecture_of(PHI_4)
+    dynamic = DEEPSEEK_V2_LITE | {"rope_scaling": {"rope_type": "dynamic", "factor": 4.0}}
+    plain = {key: value for key, value in DEEPSEEK_V2_LITE.items() if key != "rope_scaling"}
+    assert architecture_of(dynamic, weights_only=True) == architecture_of(plain)
     with refused("unsupported", "quantization_config"):
         architecture_of(yarn | {"quantization_config": {"bits": 4}}, weights_only=True)
 

@@ -23,7 +23,7 @@ from rlsys.errors import UserError
 from rlsys.trainer import mesh
 from rlsys.trainer.batches import MicroBatch
 from rlsys.weights.convert.model_folder import HfModel, StoredModel, open_model
-from rlsys.weights.hf_io import TensorSpec
+from rlsys.weights.hf_io import TensorSpec, with_attention_scale
 from rlsys.weights.transport import checksum, dtype_name
 from rlsys.weights.weight_map import read_architecture
 
@@ -192,7 +192,7 @@ def _by_transformers(side: StoredModel, tokens: np.ndarray[Any, Any]) -> Tensor:
 
     kind = AutoModelForTokenClassification if side.values else AutoModelForCausalLM
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    model = kind.from_pretrained(side.folder, dtype=torch.float32).to(device).eval()
+    model = with_attention_scale(kind.from_pretrained(side.folder, dtype=torch.float32)).to(device).eval()
     rows = [model(torch.tensor(row[None], device=device)).logits[0, :-1].float().cpu() for row in tokens]
     return torch.cat(rows)
 

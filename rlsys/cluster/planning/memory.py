@@ -122,7 +122,7 @@ def count_parameters(model: Architecture) -> int:
     """Count a model's parameters; tied tensors count once."""
     return sum(
         sum(map(prod, rule.shapes))
-        * (model.layers if rule.per_layer else 1)
+        * (rule.count_in(range(model.layers)) if rule.per_layer else 1)
         * (model.experts if rule.per_expert else 1)
         * rule.exported
         for rule in rules_of(model)
@@ -143,8 +143,9 @@ class StageRank:
         self.last = stage == parallel.pp - 1
         placed = parse_placement(config.cluster.placement, has_critic(config.algorithm))[group]
         self.stage_size = len(placed) // parallel.pp  # Ranks of a pipeline stage.
-        held = stage_layers(model.layers, parallel.pp, parallel.pp_layers)[stage]
+        self.held = held = stage_layers(model.layers, parallel.pp, parallel.pp_layers)[stage]
         self.layers, self.local = len(held), sum(layer in held for layer in model.local_layers)
+        self.mixtures = sum(layer >= model.dense_layers for layer in held) if model.experts else 0
         self.columns = model.padded_vocab(tp) // tp  # Vocabulary entries of this TP rank, padding included.
         # One matrix is both embedding and head; with several stages, the last stage has a copy.
         self.tied_here = model.tied and parallel.pp == 1 and not self.is_critic
@@ -226,7 +227,7 @@ class StageRank:
         for rule in rules_of(self.model, values=self.is_critic):
             if rule.per_layer:
                 seen_layer = True
-                yield rule, self.layers
+                yield rule, rule.count_in(self.held)
             elif not seen_layer:
                 yield rule, int(self.stage == 0)
             else:
@@ -282,7 +283,8 @@ def _reference(rank: StageRank) -> StageRank | None:
 @cache
 def matrix_share(model: Architecture) -> float:
     """Return the share of a model's parameters that are in matrices that Muon steps."""
-    sizes = ((rule, sum(map(prod, rule.shapes)) * model.layers) for rule in rules_of(model) if rule.of_matrices)
+    rules = [rule for rule in rules_of(model) if rule.of_matrices]
+    sizes = ((rule, sum(map(prod, rule.shapes)) * rule.count_in(range(model.layers))) for rule in rules)
     matrices = sum(size * (model.experts if rule.per_expert else 1) for rule, size in sizes)
     return matrices / count_parameters(model)
 
@@ -312,16 +314,16 @@ def holds_reference(config: RunConfig, group: str) -> bool:
 
 def _training(rank: StageRank) -> tuple[dict[str, float], float]:
     """Return the parts of a training pass, and their combined peak in bytes."""
-    steps, last_norm = _layer_steps(rank), _norm(rank)
-    recompute = rank.config.model.recompute
-    kept = list(accumulate(step.keeps for step in steps))  # Bytes kept after each step.
-    backward_peak = max(below + step.backward for below, step in zip(kept, steps, strict=True))
-    of_layer = rank.stream if recompute else kept[-1]
+    kinds, last_norm = _kinds_of_layers(rank), _norm(rank)
+    of_layers = sum(
+        count * (rank.stream if rank.config.model.recompute else sum(step.keeps for step in steps))
+        for count, steps in kinds
+    )
     # Kept until their gradients are computed: the stage's output, and the input from the previous stage.
     ends = rank.stream * ((not rank.last) + (rank.stage > 0 and not rank.norm_keeps_input))
     # In training, Megatron's own layers keep the buffer in which they gather a sequence.
     buffer = 0 if rank.engine else rank.gathered
-    waiting = rank.in_flight * (rank.layers * of_layer + ends) + buffer
+    waiting = rank.in_flight * (of_layers + ends) + buffer
     # The last norm's output is not kept: the head copies the targets' rows.
     activations = waiting + (last_norm.keeps - rank.stream if rank.last else 0.0)
     # A tied matrix gets gradients from head and embedding; the head's gradient is kept until the embedding's gradient
@@ -329,19 +331,13 @@ def _training(rank: StageRank) -> tuple[dict[str, float], float]:
     matrix = rank.weight_gradient(rank.columns * rank.model.hidden * rank.item)
     tied = matrix if rank.tied_here else 0
     arriving = 0 if rank.last else rank.stream
-    layer = backward_peak - of_layer
-    if recompute:
-        # While a layer is recomputed, the gradient of its output is alive.
-        forward_peak = max(below + step.ahead for below, step in zip(kept, steps, strict=True))
-        layer = max(backward_peak, forward_peak + rank.stream)
-        # A norm that keeps a float32 copy adds it to the residual sum after attention.
-        layer += 0 if rank.norm_keeps_input else rank.stream
+    layer = max(_layer_backward(rank, steps) for _, steps in kinds)
     left = _left(rank)
     moments = [waiting + layer + tied + arriving + max(left / 2 - rank.stream, 0)]
     if rank.last:
         moments.append(activations + last_norm.backward + tied)
     if rank.stage == 0:
-        below = waiting - rank.layers * of_layer + left
+        below = waiting - of_layers + left
         moments.append(below + matrix + tied + rank.stream)
     backward = max(max(moments) - activations, 0.0)
     logits = _read_out_and_back(rank) if rank.last else 0.0
@@ -353,14 +349,26 @@ def _training(rank: StageRank) -> tuple[dict[str, float], float]:
     return parts, activations + reference + max(logits, backward)
 
 
+def _layer_backward(rank: StageRank, steps: list[LayerStep]) -> float:
+    """Return the bytes that the backward pass of a layer needs in addition to what waits for it."""
+    kept = list(accumulate(step.keeps for step in steps))  # Bytes kept after each step.
+    backward_peak = max(below + step.backward for below, step in zip(kept, steps, strict=True))
+    if not rank.config.model.recompute:
+        return backward_peak - kept[-1]
+    # While a layer is recomputed, the gradient of its output is alive.
+    forward_peak = max(below + step.ahead for below, step in zip(kept, steps, strict=True))
+    # A norm that keeps a float32 copy adds it to the residual sum after attention.
+    return max(backward_peak, forward_peak + rank.stream) + (0 if rank.norm_keeps_input else rank.stream)
+
+
 def _left(rank: StageRank) -> float:
     """Return the bytes that recomputed MoE layers hold until they run again: each layer's input and the gradient of
     this input.
 
     Megatron's token dispatcher keeps the router probabilities, whose autograd graph references the layer's input.
     """
-    stays = rank.config.model.recompute and rank.model.experts and rank.optimizer is not None
-    return 2.0 * rank.layers * rank.stream if stays else 0.0
+    stays = rank.config.model.recompute and rank.optimizer is not None
+    return 2.0 * rank.mixtures * rank.stream if stays else 0.0
 
 
 def _read_out_and_back(rank: StageRank) -> float:
@@ -381,7 +389,8 @@ def _scoring(rank: StageRank) -> tuple[dict[str, float], float]:
     """Return the parts of forward passes without gradients, and their combined peak in bytes."""
     received = rank.stream if rank.parallel.pp > 1 else 0
     # Callers hold four residual streams: the embedding, the layer's input, the sum after attention, and its norm.
-    activations = 4 * rank.stream + max(step.forward for step in _layer_steps(rank)) + received
+    most = max(step.forward for _, steps in _kinds_of_layers(rank) for step in steps)
+    activations = 4 * rank.stream + most + received
     if not rank.last:
         return {"activations": activations}, activations
     hidden = rank.model.hidden * rank.item
@@ -494,6 +503,8 @@ def engine_weights_bytes(config: RunConfig, model: Architecture) -> float:
 def kv_token_bytes(config: RunConfig, model: Architecture) -> int:
     """Return the bytes of one token in an engine's KV cache, on each of its devices."""
     engine = config.rollout.engine
+    if model.kv_lora_rank:  # Every device holds the latents of all heads, and the positions that these share.
+        return model.layers * (model.kv_lora_rank + model.qk_rope_head_dim) * BYTES[engine.dtype]
     # With more devices than key/value heads, several devices hold the same head.
     return 2 * model.layers * max(1, model.kv_heads // engine.tp) * model.head_dim * BYTES[engine.dtype]
 
@@ -503,11 +514,17 @@ def kv_cache_tokens(config: RunConfig, model: Architecture) -> float:
     return engine_fact(config, "cache_tokens", engine_weights_bytes(config, model), kv_token_bytes(config, model))
 
 
-def _layer_steps(rank: StageRank) -> list[LayerStep]:
+def _kinds_of_layers(rank: StageRank) -> list[tuple[int, list[LayerStep]]]:
+    """Return the numbers of the stage's layers without and with experts, if any, and the steps of such a layer."""
+    kinds = ((rank.layers - rank.mixtures, _mlp(rank, rank.ffn)), (rank.mixtures, _experts(rank)))
+    return [(count, _layer_steps(rank, mlp)) for count, mlp in kinds if count]
+
+
+def _layer_steps(rank: StageRank, mlp: list[LayerStep]) -> list[LayerStep]:
     """Return the steps of one layer: norm, attention, norm, and MLP or experts; norms of the latter's outputs, if any."""
-    mlp = (_experts if rank.model.experts else _mlp)(rank)
+    attention = (_attention_of_latents if rank.model.kv_lora_rank else _attention)(rank)
     after = [_norm(rank, output=False)] if rank.model.post_norms else []
-    return [*_adapters(rank), _norm(rank), *_attention(rank), *after, _norm(rank), *mlp, *after]
+    return [*_adapters(rank), _norm(rank), *attention, *after, _norm(rank), *mlp, *after]
 
 
 def _adapters(rank: StageRank) -> Iterator[LayerStep]:
@@ -573,6 +590,34 @@ def _attention(rank: StageRank) -> list[LayerStep]:
         *([_qk_norm(rank)] if rank.model.qk_norm else []),
         _rotate(rank, query, key),
         *(_attend_engine if rank.engine else _attend)(rank, query, key),
+    ]
+
+
+def _attention_of_latents(rank: StageRank) -> list[LayerStep]:
+    """Return the steps of multi-head latent attention, whose keys are as large as queries, but not its values.
+
+    The projection of the latents and its norms keep their inputs. The projections to heads keep the normed latents:
+    queries, keys and values are new tensors. Megatron's own layers pad values to the size of keys, and attention returns
+    as much. Packed sequences are treated as in `_attend`.
+    """
+    model, item = rank.model, rank.item
+    tp, latents = rank.parallel.tp, model.kv_lora_rank + (model.q_lora_rank or 0)
+    values, shared = model.heads * model.v_head_dim // tp, model.qk_rope_head_dim
+    query, value = rank.tokens * rank.query * item, rank.tokens * values * item
+    projected = rank.query + model.heads * (model.qk_nope_head_dim + model.v_head_dim) // tp
+    normed = rank.normed * latents * (item + (0 if rank.fused_norm else 4 if item == 4 else 8))
+    padded = value if rank.engine else query
+    sums, up = 4 * rank.tokens * rank.heads, rank.tokens * projected * item
+    gradients = 2 * query + 2 * padded
+    return [
+        LayerStep(rank.normed * (latents + shared) * item + normed, _column(rank, projected), up),
+        LayerStep(4 * rank.width * shared * item, up + 2 * query, up + 3 * query),
+        LayerStep(
+            2 * query + 2 * padded + sums,
+            gradients + (gradients if rank.packed else 0) + rank.stream,
+            3 * query + 2 * padded,
+        ),
+        LayerStep(0 if rank.engine else value, _row(rank, values), value + rank.tokens * model.hidden * item),
     ]
 
 
@@ -661,21 +706,22 @@ def _qk_norm(rank: StageRank) -> LayerStep:
     return LayerStep(query * rank.item + keys, 3 * query * rank.item, 3 * query * rank.item)
 
 
-def _mlp(rank: StageRank) -> list[LayerStep]:
+def _mlp(rank: StageRank, width: int) -> list[LayerStep]:
+    """Return the steps of a gated MLP of `width` per TP rank."""
     out = rank.tokens * rank.model.hidden * rank.item
-    ffn = rank.tokens * rank.ffn * rank.item
+    ffn = rank.tokens * width * rank.item
     # Kept: gate and up; unless fused, silu(gate) and a copy of up for their product; the product.
     apart = 0 if rank.fused_swiglu else 2 * ffn
     return [
-        LayerStep(0, _column(rank, 2 * rank.ffn), out + 2 * ffn),
+        LayerStep(0, _column(rank, 2 * width), out + 2 * ffn),
         # Gradients of gate and up, and the gradient of their product, from which they are computed.
         LayerStep(2 * ffn + apart, 3 * ffn + rank.stream, 3 * ffn + apart),
-        LayerStep(ffn, _row(rank, rank.ffn), out + ffn),
+        LayerStep(ffn, _row(rank, width), out + ffn),
     ]
 
 
 def _experts(rank: StageRank) -> list[LayerStep]:
-    """Return the steps of Megatron-core's MoELayer: router, dispatch, experts, combine.
+    """Return the steps of Megatron-core's MoELayer: shared expert, router, dispatch, experts, combine.
 
     The product of gate and up is kept before and after weighting by the router probability, unless `fused_swiglu`
     (`WeightedSwiGLUFunction` saves gate and up). Dispatched tokens stay alive while the experts run: once as permuted
@@ -692,7 +738,9 @@ def _experts(rank: StageRank) -> list[LayerStep]:
     passing = sent * (4 if ep > 1 else 3)
     # `_GroupedLinear.backward` holds the gradients of all experts' weights at once.
     weights = model.experts // ep * 2 * model.expert_ffn * model.hidden * rank.item if engine else 0
+    shared = _mlp(rank, model.shared_experts * model.expert_ffn // rank.parallel.tp) if model.shared_experts else []
     return [
+        *shared,
         LayerStep(router, 2 * router + 2 * stream, router),
         LayerStep(sent + places, 2 * sent + stream, 2 * sent),
         LayerStep(3 * ffn + apart, max(2 * sent, sent + 3 * ffn + weights) + stream, passing + sent, passing),

@@ -184,9 +184,8 @@ class HardwareCosts:
         bandwidth = self.speed.memory * reached.memory
         operations = tp * self.speed.flops * reached.compute * self._experts
         whole = engine_weights_bytes(config, model)
-        experts = (
-            3 * model.layers * model.hidden * model.experts * model.expert_ffn * BYTES[config.rollout.engine.dtype]
-        )
+        mixtures = model.layers - model.dense_layers
+        experts = 3 * mixtures * model.hidden * model.experts * model.expert_ffn * BYTES[config.rollout.engine.dtype]
         layer_s = reached.decode_layer_s + reached.decode_expert_s * bool(model.experts)
         exchange = self.exchanged_s(ParallelConfig(tp=tp), self.ranks["rollout"])
         return EngineCosts(

@@ -34,26 +34,28 @@ from megatron.core.models.gpt.gpt_layer_specs import (
 )
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.post_training.modelopt.layers import Linear
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.router import Router
 from megatron.core.transformer.spec_utils import ModuleSpec
-from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn.attention.bias import causal_lower_right
-from torch.nn.functional import gelu, linear, rms_norm, scaled_dot_product_attention, silu
+from torch.nn.functional import gelu, linear, pad, rms_norm, scaled_dot_product_attention, silu
 
 from rlsys.config.custom import OwnComponent, described
 from rlsys.config.schema import Dtype, Layers, ModelConfig, ParallelConfig
 from rlsys.errors import UserError
 from rlsys.observe.environment import Capabilities
 from rlsys.trainer.batches import columns_of
-from rlsys.weights.weight_map import Architecture, rotary_dims, stage_layers
+from rlsys.weights.weight_map import Architecture, RopeScaling, YarnScaling, rotary_dims, stage_layers
 
 FP8_RECIPE: dict[str, Any] = {
     "fp8": "hybrid",
@@ -139,7 +141,8 @@ def transformer_config(
         layout[0].insert(0, "embedding")
         layout[-1].append("loss")
     dtype = torch.bfloat16 if model.dtype is Dtype.bfloat16 else torch.float32
-    return TransformerConfig(
+    kind = MLATransformerConfig if architecture.kv_lora_rank else TransformerConfig
+    return kind(
         num_layers=architecture.layers,
         hidden_size=architecture.hidden,
         num_attention_heads=architecture.heads,
@@ -171,15 +174,23 @@ def transformer_config(
         # With variable lengths, Megatron requires this dispatcher, also for dense models.
         moe_token_dispatcher_type="alltoall",
         **_experts_config(architecture, parallel),
+        **_latent_config(architecture),
         # The initial values are overwritten, but initialisation marks weights as TP shards; without the mark, the
         # gradient norm would not count every shard.
         perform_initialization=True,
         # The learner divides the gradient itself, once; see `Learner`.
         calculate_per_token_loss=True,
         **(_FULL_RECOMPUTE if model.recompute else {}),
-        # Megatron fuses no GELU in its tanh form.
-        **{**kernels, **({"bias_activation_fusion": False} if architecture.gelu else {})},
+        **{**kernels, **dict.fromkeys(_unfusable(architecture), False)},
     )
+
+
+def _unfusable(architecture: Architecture) -> Iterator[str]:
+    """Yield the fusions that Megatron lacks for the model: GELU in its tanh form, and MLA's positions without YaRN."""
+    if architecture.gelu:
+        yield "bias_activation_fusion"
+    if architecture.kv_lora_rank and architecture.rope is None:
+        yield "apply_rope_fusion"
 
 
 def _gelu(inputs: Tensor) -> Tensor:
@@ -195,9 +206,11 @@ def _window_config(architecture: Architecture) -> dict[str, Any]:
 
 def _check_tp(architecture: Architecture, parallel: ParallelConfig) -> None:
     tp, kv_heads = parallel.tp, architecture.kv_heads
-    cut = {"number of attention heads": architecture.heads} | (
-        {} if architecture.experts else {"MLP width": architecture.ffn}
-    )
+    cut = {"number of attention heads": architecture.heads}
+    if architecture.dense_layers or not architecture.experts:
+        cut["MLP width"] = architecture.ffn
+    if architecture.shared_experts:
+        cut["width of the shared expert"] = architecture.shared_experts * architecture.expert_ffn
     for key, size in cut.items():
         if size % tp:
             raise UserError(
@@ -229,33 +242,109 @@ def _experts_config(architecture: Architecture, parallel: ParallelConfig) -> dic
         "moe_router_load_balancing_type": "none",
         "expert_model_parallel_size": parallel.ep,
         "expert_tensor_parallel_size": 1,
+        "moe_router_topk_scaling_factor": architecture.routed_scale,
+        "moe_shared_expert_intermediate_size": architecture.shared_experts * architecture.expert_ffn or None,
+        **({"moe_layer_freq": _with_experts(architecture)} if architecture.dense_layers else {}),
+    }
+
+
+def _with_experts(architecture: Architecture) -> list[int]:
+    return [int(layer >= architecture.dense_layers) for layer in range(architecture.layers)]
+
+
+def _latent_config(architecture: Architecture) -> dict[str, Any]:
+    """Return the fields of multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1)."""
+    if not architecture.kv_lora_rank:
+        return {}
+    scaling = architecture.rope
+    yarn = scaling if isinstance(scaling, YarnScaling) else None
+    return {
+        "kv_lora_rank": architecture.kv_lora_rank,
+        "q_lora_rank": architecture.q_lora_rank,
+        "qk_head_dim": architecture.qk_nope_head_dim,
+        "qk_pos_emb_head_dim": architecture.qk_rope_head_dim,
+        "v_head_dim": architecture.v_head_dim,
+        "rope_type": "yarn" if yarn else "rope",
+        "rotary_base": architecture.rope_theta,
+        # The attention scores are scaled by a power of this factor also without YaRN.
+        "rotary_scaling_factor": yarn.factor if yarn else 1.0,
+        **(
+            {
+                "original_max_position_embeddings": yarn.original_max_positions,
+                "beta_fast": yarn.beta_fast,
+                "beta_slow": yarn.beta_slow,
+                "mscale": yarn.mscale,
+                "mscale_all_dim": yarn.mscale_all_dim,
+            }
+            if yarn
+            else {}
+        ),
     }
 
 
 def block_spec(
-    config: TransformerConfig, layers: Layers, own: OwnComponent | None = None, adapted: bool = False
-) -> Any:
-    """Return the spec of GPTModel's decoder; `layers` is the result of `choose_layers`.
+    config: TransformerConfig,
+    layers: Layers,
+    numbers: range,
+    own: OwnComponent | None = None,
+    adapted: bool = False,
+) -> TransformerBlockSubmodules:
+    """Return the spec of GPTModel's decoder, whose layers have the global `numbers`; `layers` is the result of
+    `choose_layers`.
 
     If the model is `adapted`, no norm is fused into the next linear layer, because adapters need the norm's output.
     `own` is the function of a family whose layers differ (`layer_spec` in its file). It gets the spec of a layer and
-    Megatron's config, may change both, and returns the spec.
+    Megatron's config, may change both, and returns the spec. It is called once for each kind of layers in the block:
+    with experts, and without.
     """
+    frequency = config.moe_layer_freq
+    mixture = [not isinstance(frequency, list) or bool(frequency[number]) for number in numbers]
+    kinds = {
+        routed: _changed(_layer(config, layers, config.num_moe_experts if routed else None, adapted), config, own)
+        for routed in sorted({*mixture})
+    }
+    norm: Any = RMSNorm
     if layers is Layers.te:
-        layer = get_gpt_layer_with_transformer_engine_spec(
-            num_experts=config.num_moe_experts, moe_grouped_gemm=True, qk_layernorm=config.qk_layernorm
-        )
-        return _changed(_routed(_unfused(layer) if adapted else layer, config), config, own)
-    layer = get_gpt_layer_local_spec(
-        num_experts=config.num_moe_experts, qk_layernorm=config.qk_layernorm, normalization="RMSNorm"
-    )
+        from megatron.core.extensions.transformer_engine import TENorm as norm
+    return TransformerBlockSubmodules(layer_specs=[kinds[routed] for routed in mixture], layer_norm=norm)
+
+
+def _layer(config: TransformerConfig, layers: Layers, experts: int | None, adapted: bool) -> ModuleSpec:
+    """Return the spec of a layer with that number of experts; None for an MLP."""
+    latent = config.multi_latent_attention
+    common: dict[str, Any] = {
+        "num_experts": experts,
+        "qk_layernorm": config.qk_layernorm,
+        "multi_latent_attention": latent,
+    }
+    if layers is Layers.te:
+        layer = get_gpt_layer_with_transformer_engine_spec(**common, moe_grouped_gemm=True)
+        return _routed(_unfused(layer) if adapted else layer)
+    layer = get_gpt_layer_local_spec(**common, normalization="RMSNorm")
     attention = layer.submodules.self_attention.submodules
     attention.core_attention = CausalAttention
-    if config.qk_layernorm:
+    if latent:
+        _hold_latents_whole(layer)
+    elif config.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
     layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = RMSNorm
-    layer = _changed(_routed(layer, config), config, own)
-    return TransformerBlockSubmodules(layer_specs=[layer] * get_num_layers_to_build(config), layer_norm=RMSNorm)
+    return _routed(layer)
+
+
+def _hold_latents_whole(layer: ModuleSpec) -> None:
+    """Make every TP rank compute the latents of its tokens with whole projections, as Transformer Engine's layers do.
+
+    Megatron's own layers cut these projections. But then the gradient of the positions that all heads share lacks the
+    heads of other ranks. The keys of checkpoints become those of Transformer Engine's layers.
+    """
+    attention = layer.submodules.self_attention.submodules
+    attention.linear_q_down_proj = attention.linear_kv_down_proj = Linear
+    attention.q_layernorm = attention.kv_layernorm = RMSNorm
+    layer.submodules.sharded_state_dict_keys_map = {
+        "self_attention.q_layernorm.": "self_attention.linear_q_up_proj.layer_norm_",
+        "self_attention.kv_layernorm.": "self_attention.linear_kv_up_proj.layer_norm_",
+        "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
+    }
 
 
 def _unfused(layer: ModuleSpec) -> ModuleSpec:
@@ -278,9 +367,9 @@ def _changed(layer: ModuleSpec, config: TransformerConfig, own: OwnComponent | N
     return changed
 
 
-def _routed(layer: ModuleSpec, config: TransformerConfig) -> ModuleSpec:
+def _routed(layer: ModuleSpec) -> ModuleSpec:
     """Use `ExpertRouter` in `layer` if it has experts; change `layer` in place and return it."""
-    if config.num_moe_experts is not None:
+    if issubclass(layer.submodules.mlp.module, MoELayer):
         layer.submodules.mlp.submodules.router = ExpertRouter
         # Transformer Engine fuses this norm only into a dense MLP; here checkpoints keep the name of the unfused norm.
         layer.submodules.sharded_state_dict_keys_map.pop("pre_mlp_layernorm.", None)
@@ -292,7 +381,7 @@ class ExpertRouter(Router):
 
     Dtypes follow transformers' Qwen3MoeTopKRouter: logits in the model's dtype, softmax over all experts in float32,
     and the k weights rounded to the model's dtype. With `norm_topk_prob` (`moe_router_pre_softmax` false), the k
-    weights are normalised to a sum of 1 before the rounding.
+    weights are normalised to a sum of 1 before the rounding. Last, they are multiplied by the factor of the family.
 
     Routing replay (R3, arXiv 2510.11370): `routes` replace the choice of experts alone. Their weights, and the gradient
     of the router, are always computed from this router's own logits.
@@ -312,6 +401,7 @@ class ExpertRouter(Router):
         weights = every.gather(-1, chosen)
         if not self.config.moe_router_pre_softmax:
             weights = weights / weights.sum(-1, keepdim=True)
+        weights = weights * self.config.moe_router_topk_scaling_factor
         spread = torch.zeros_like(logits).scatter(1, chosen, weights.to(logits.dtype))
         return spread, torch.zeros_like(logits, dtype=torch.bool).scatter(1, chosen, True)
 
@@ -372,7 +462,7 @@ def inverse_frequencies(architecture: Architecture) -> Tensor:
     """
     frequencies = base_frequencies(architecture, architecture.rope_theta)
     scaling = architecture.rope
-    if scaling is None:
+    if not isinstance(scaling, RopeScaling):
         return frequencies
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
     turns = scaling.original_max_positions / (2 * pi / frequencies)
@@ -436,7 +526,8 @@ class CausalAttention(MegatronModule):
     Needs no padding mask: rows are padded on the right, and packed sequences are processed one by one. With context
     parallelism (packed only), keys and values are gathered from all ranks, and each rank attends with its own queries;
     the backward pass sums the gradients of keys and values over the ranks. A local layer attends within the window, in
-    blocks of queries, whose masks have at most the window times twice the window.
+    blocks of queries, whose masks have at most the window times twice the window. Values with fewer dimensions than
+    keys (MLA) are padded with zeros, because torch's fused kernels need equally many.
     """
 
     def __init__(
@@ -472,15 +563,19 @@ class CausalAttention(MegatronModule):
         """
         if attention_mask is not None:
             raise ValueError("CausalAttention takes no attention mask.")
+        width = value.shape[-1]
+        if width < key.shape[-1]:
+            value = pad(value, (0, key.shape[-1] - width))
         if packed_seq_params is None:
-            return self._attend(query, key, value).flatten(2)
+            return self._attend(query, key, value)[..., :width].flatten(2)
         boundaries = packed_seq_params.cu_seqlens_q
         if self._cp > 1:
-            return self._attend_shares(query, *self._gathered(key, value, boundaries), boundaries)
+            return self._attend_shares(query, *self._gathered(key, value, boundaries), boundaries)[..., :width]
         lengths = boundaries.diff().tolist()
         # A single split over all sequences: its backward pass writes each gradient once instead of accumulating.
         parts = zip(*(tensor.split(lengths) for tensor in (query, key, value)), strict=True)
-        return torch.cat([self._attend(*(each[:, None] for each in part))[:, 0] for part in parts])
+        out = torch.cat([self._attend(*(each[:, None] for each in part))[:, 0] for part in parts])
+        return out[..., :width]
 
     def _gathered(self, key: Tensor, value: Tensor, boundaries: Tensor) -> tuple[Tensor, Tensor]:
         """Gather keys and values of the whole row from all ranks, in the row's order: [seq, groups, dim] each."""

@@ -186,7 +186,8 @@ class StageModel:
         if self.lora is None:  # Frozen weights have no gradients.
             fuse_accumulation(module, model, layers)
         # Megatron supports scaled frequencies for a single kind of model only.
-        module.rotary_pos_emb.inv_freq.copy_(inverse_frequencies(architecture))
+        if not architecture.kv_lora_rank:  # Otherwise, positions belong to the layers.
+            module.rotary_pos_emb.inv_freq.copy_(inverse_frequencies(architecture))
         self.module = module.cuda() if torch.cuda.is_available() else module
         self.device = next(self.module.parameters()).device
         columns = architecture.padded_vocab(coords.tp_size) // coords.tp_size
@@ -289,7 +290,7 @@ class StageModel:
         def build() -> TargetModel:
             module = self._MODULE(
                 config=self.config,
-                transformer_layer_spec=block_spec(self.config, layers, own, self.lora is not None),
+                transformer_layer_spec=block_spec(self.config, layers, self.layers, own, self.lora is not None),
                 vocab_size=architecture.padded_vocab(coords.tp_size),
                 max_sequence_length=architecture.max_positions,
                 pre_process=coords.pp == 0,

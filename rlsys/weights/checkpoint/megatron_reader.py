@@ -38,7 +38,7 @@ from rlsys.errors import UserError
 from rlsys.weights.checkpoint.store import is_complete, read_checkpoint_info
 from rlsys.weights.hf_io import map_bytes, unreadable
 from rlsys.weights.transport import checksum
-from rlsys.weights.weight_map import VOCAB_MULTIPLE, Cut, Entry, WeightMap, chunk_layers
+from rlsys.weights.weight_map import VOCAB_MULTIPLE, Architecture, Cut, Entry, WeightMap, chunk_layers
 
 METADATA, BACKEND, COMMON = ".metadata", "metadata.json", "common.pt"
 """Files of a distributed checkpoint other than the tensor files."""
@@ -379,6 +379,12 @@ _NORMS = {
     "pre_mlp_layernorm.weight": "mlp.linear_fc1.layer_norm_weight",
 }
 """Norm -> its name in Transformer Engine, which fuses the norm into the next linear layer."""
+_NORMS_OF_LATENTS = {
+    "self_attention.q_layernorm.weight": "self_attention.linear_q_up_proj.layer_norm_weight",
+    "self_attention.kv_layernorm.weight": "self_attention.linear_kv_up_proj.layer_norm_weight",
+    "pre_mlp_layernorm.weight": _NORMS["pre_mlp_layernorm.weight"],
+}
+"""The same in a model with multi-head latent attention, whose input two layers project."""
 
 
 def is_weight(key: str) -> bool:
@@ -398,13 +404,16 @@ def name_of(key: str, numbers: tuple[int, ...]) -> str:
     return key.replace(_EXPERTS, _LOCAL)
 
 
-def key_of(name: str, mixture: bool) -> str:
-    """Return the stacked key of a weight; with `mixture`, layers have experts, and the pre-MLP norm is not fused."""
+def key_of(name: str, architecture: Architecture) -> str:
+    """Return the key of a weight: stacked, unless some layers have experts and others have none."""
     if not name.startswith(_LAYERS):
         return name
-    _, _, rest = name.removeprefix(_LAYERS).partition(".")
+    number, _, rest = name.removeprefix(_LAYERS).partition(".")
     rest = re.sub(r"^mlp\.experts\.local_experts\.\d+\.", _EXPERTS.removeprefix("."), rest)
-    return _LAYERS + (rest if mixture and rest.startswith("pre_mlp") else _NORMS.get(rest, rest))
+    mixture = architecture.experts and int(number) >= architecture.dense_layers
+    norms = _NORMS_OF_LATENTS if architecture.kv_lora_rank else _NORMS
+    fused = rest if mixture and rest.startswith("pre_mlp") else norms.get(rest, rest)
+    return f"{_LAYERS}{number}.{fused}" if architecture.dense_layers else _LAYERS + fused
 
 
 _MAX_PIECES = 1 << 20

@@ -83,7 +83,7 @@ class TorchDistWriter:
             _OPTIONS.patch("save.compute_crc32", False),
         ):
             for entry in job.entries:
-                axes = [1 for number in (entry.layer, entry.expert) if number is not None]
+                axes = [1 for _ in self._key(entry)[1]]
                 for at, chunk in self._chunks(entry, parts_of(entry)):
                     # torch aligns data relative to the stream's start; with the start aligned, readers can map the
                     # tensor.
@@ -201,9 +201,10 @@ class TorchDistWriter:
     def _key(self, entry: Entry) -> tuple[str, list[tuple[int, int]]]:
         """Return the key that stores a weight, and (index of the weight, size) for each leading axis of its tensor."""
         architecture = self._weights.architecture
-        numbers = ((entry.layer, architecture.layers), (entry.expert, architecture.experts))
+        of_layer = None if architecture.dense_layers else entry.layer
+        numbers = ((of_layer, architecture.layers), (entry.expert, architecture.experts))
         lead = [(number, count) for number, count in numbers if number is not None]
-        return key_of(entry.name, mixture=architecture.experts > 0), lead
+        return key_of(entry.name, architecture), lead
 
 
 @contextmanager

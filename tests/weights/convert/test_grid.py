@@ -60,6 +60,7 @@ class Kind(NamedTuple):
 
 
 KINDS = {
+    "deepseek": Kind("deepseek-moe"),
     "llama": Kind("llama"),
     "qwen2-tied": Kind("qwen2-tied"),
     "qwen3": Kind("qwen3"),
