@@ -84,8 +84,8 @@ class SglangWeights(WeightCheck):
     def _place(self, entry: Entry, name: str) -> tuple[str, int, int]:
         """Return the engine tensor that holds the tensor `name`, its index there, and the number of parts."""
         fused = self._fused[entry.rule.engine]
-        # What would be fused with tensors that the model lacks keeps its name.
-        if entry.rule.engine is None or (fused == list(entry.rule.hf) and len(fused) == 1 and entry.expert is None):
+        # A tensor keeps its name if the model lacks those with which it would be fused.
+        if entry.rule.engine is None or (len(fused) == 1 and entry.expert is None):
             return name, 0, 1
         target, parts = entry.rule.engine.format(layer=entry.layer, expert=entry.expert), len(fused)
         index = fused.index(entry.rule.hf[entry.hf.index(name)])

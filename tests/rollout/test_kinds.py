@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from rlsys.cluster.planning.memory import GIB, engine_weights_bytes, group_memory, kv_cache_tokens, kv_token_bytes
@@ -11,6 +13,7 @@ from rlsys.orchestrator.validate import find_problems
 from rlsys.rollout.kinds import engine_class
 from rlsys.weights.weight_map import read_architecture
 from tests.support.composed import composed
+from tests.trainer import reference
 
 
 def config_of(*settings: str) -> RunConfig:
@@ -46,6 +49,15 @@ EXPERTS = PROJECT_CONFIGS / "model/shapes/qwen3-30b-a3b"
 def test_replay_of_routes_needs_experts_and_an_engine_that_returns_them(settings: list[str], code: str | None) -> None:
     problems = find_problems(config_of("algorithm.router_replay=r3", *settings))
     assert [one.code for one in problems if one.key == "algorithm.router_replay"] == [code] * (code is not None)
+
+
+def test_shared_experts_and_latent_attention_have_neither_routes_to_replay_nor_adapters(tmp_path: Path) -> None:
+    reference.tiny_deepseek().save_pretrained(tmp_path)
+    config = config_of(f"model.path={tmp_path}", "algorithm.router_replay=r3", "model.lora.rank=8")
+    found = {problem.key: problem.code for problem in find_problems(config)}
+    assert (found["algorithm.router_replay"], found["model.lora.rank"]) == ("unsupported", "unsupported")
+    # In each of 3 layers, a token has a latent of 24 numbers, and 8 for its position.
+    assert kv_token_bytes(config, read_architecture(tmp_path)) == 3 * (24 + 8) * 4
 
 
 def test_plan_asks_the_engine_for_its_memory() -> None:

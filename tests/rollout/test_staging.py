@@ -102,6 +102,9 @@ def layout(**changes: Any) -> Layout:
 
 
 QWEN2, MOE, GLM4, PHI3 = weight_map(), weight_map("qwen3_moe", experts=2), weight_map("glm4"), weight_map("phi3")
+LITE, LATENT = weight_map("deepseek_v2"), weight_map("deepseek_v2", q_lora_rank=20)
+DOWN_TO_LATENTS = {"self_attn.kv_a_proj_with_mqa": rows(10, 2), "self_attn.q_a_proj": rows(0, 2)}
+SHARED = {"mlp.shared_experts.up_proj": rows(10, 2), "mlp.shared_experts.gate_proj": rows(0, 2)}
 QKV = {"self_attn.v_proj": rows(20, 2), "self_attn.q_proj": rows(0, 4), "self_attn.k_proj": rows(10, 2)}
 GATE_UP = {"mlp.up_proj": rows(5, 3), "mlp.gate_proj": rows(1, 3)}
 EXPERTS = {
@@ -131,6 +134,9 @@ LAYER = "model.layers.0"
         (QWEN2, PADDED, {"mlp.down_proj": torch.tensor([[1.0, 2.0, 3.0]])}, "mlp.down_proj.weight", [[1, 2, 3, 0]]),
         (GLM4, layout(), {"mlp.gate_up_proj": rows(0, 8)}, "mlp.gate_up_proj.weight", [[0, 1, 4, 5], [2, 3, 6, 7]]),
         (PHI3, layout(), {"self_attn.qkv_proj": rows(0, 8)}, "self_attn.qkv_proj.weight", [[0, 1, 4, 6], [2, 3, 5, 7]]),
+        (LATENT, layout(), DOWN_TO_LATENTS, "self_attn.fused_qkv_a_proj_with_mqa.weight", [[0, 1, 10, 11]] * 2),
+        (LITE, layout(), {"self_attn.kv_a_proj_with_mqa": rows(0, 2)}, "self_attn.kv_a_proj_with_mqa.weight", [[0, 1]] * 2),
+        (LITE, layout(), {"self_attn.kv_b_proj": rows(0, 4)}, "self_attn.kv_b_proj.weight", [[0, 1], [2, 3]]),
         (GLM4, layout(), {"post_mlp_layernorm": torch.tensor([7.0, 8.0])}, "post_mlp_layernorm.weight", [[7, 8], [7, 8]]),
     ],
 )  # fmt: skip
@@ -140,6 +146,13 @@ def test_tensor_of_each_rank_is_predicted(
     """`held` has the first column of each rank's matrix, or the only row if the matrix has one."""
     predicted = prediction(weights, layout, {f"{LAYER}.{module}.weight": tensor for module, tensor in sent.items()})
     assert predicted == [{f"{LAYER}.{name}": values} for values in held]
+
+
+def test_shared_expert_is_predicted_in_a_layer_with_experts() -> None:
+    """The first layer has none."""
+    sent = {f"model.layers.1.{module}.weight": tensor for module, tensor in SHARED.items()}
+    name = "model.layers.1.mlp.shared_experts.gate_up_proj.weight"
+    assert prediction(LITE, layout(), sent) == [{name: [0, 10]}, {name: [1, 11]}]
 
 
 def prediction(weights: WeightMap, layout: Layout, sent: dict[str, torch.Tensor]) -> list[dict[str, list[float]]]:

@@ -8,7 +8,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, PretrainedConfig
 
-from rlsys.weights.hf_io import SINGLE, HfReader
+from rlsys.weights.hf_io import SINGLE, HfReader, with_attention_scale
 from tests.support.tensors import randomised, raw
 from tests.trainer import reference
 
@@ -71,7 +71,7 @@ def logits_by_transformers(
     kind = AutoModelForTokenClassification if critic else AutoModelForCausalLM
     model, report = kind.from_pretrained(folder, dtype=dtype, output_loading_info=True)
     assert not any(report.values()), "missing or unexpected tensors"
-    logits: Tensor = model.eval()(tokens).logits.float()
+    logits: Tensor = with_attention_scale(model.eval())(tokens).logits.float()
     return logits
 
 

@@ -23,12 +23,12 @@ from transformers import (
     Qwen3Config,
     Qwen3MoeConfig,
 )
-from transformers.models.deepseek_v3.modeling_deepseek_v3 import yarn_get_mscale
 
 from rlsys.algorithms.losses import LossFunction, LossInputs, policy_loss
 from rlsys.config.algorithm import AlgorithmConfig, PpoLoss
 from rlsys.config.schema import AdamwConfig, MuonConfig, SgdConfig
 from rlsys.trainer.batches import MicroBatch
+from rlsys.weights.hf_io import with_attention_scale
 from tests.support.paths import PROJECT
 from tests.support.tensors import randomised
 
@@ -231,16 +231,8 @@ def packed(*batches: MicroBatch, also: Sequence[str] = (), cp: int = 1, tp: int 
 
 
 def load(path: Path) -> torch.nn.Module:
-    """Load a model. A DeepSeek-V2 with YaRN gets the scale of attention that DeepSeek's own code and transformers'
-    DeepSeek-V3 have, and transformers' DeepSeek-V2 has since huggingface/transformers#47435.
-    """
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-    rope = model.config.rope_parameters
-    if model.config.model_type == "deepseek_v2" and rope["rope_type"] == "yarn":
-        for layer in model.model.layers:
-            attention = layer.self_attn
-            scale = yarn_get_mscale(rope["factor"], rope["mscale_all_dim"])
-            attention.scaling = attention.qk_head_dim**-0.5 * scale**2
+    """Load a model; `tests/weights/test_hf_io.py` compares the scale of attention with that of DeepSeek-V3."""
+    model: torch.nn.Module = with_attention_scale(AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32))
     return model
 
 

@@ -65,7 +65,10 @@ def logits_and_export(
         model = PolicyModel(read_architecture(path, family), local_model(path, family=family), ParallelConfig(), place)
         load_hf(model, path)
         (logits,) = forward(model, context_shares(model, [_batch()]), lambda logits, _: logits)
-        runs = export_plan(model, bucket_bytes=50_000)
+        runs = export_plan(model, bucket_bytes=1)
+        # The parts of a tensor of the engine come together, but experts.
+        fused = [{(e.layer, e.rule.engine) for e in run if e.rule.engine and e.expert is None} for run in runs]
+        assert sum(map(len, fused)) == len(set().union(*fused))
         results[name] = logits, dict(whole_tensors(model, [entry for run in runs for entry in run]))
     return results
 

@@ -15,6 +15,7 @@ from torch.nn.attention.bias import causal_lower_right
 from torch.utils._python_dispatch import _disable_current_modes
 from transformers import (
     AutoModelForCausalLM,
+    DeepseekV2Config,
     Gemma3TextConfig,
     LlamaConfig,
     PretrainedConfig,
@@ -58,6 +59,20 @@ EXPERTS = {
     "moe_intermediate_size": 128,
     "norm_topk_prob": True,
 }
+LATENT = {
+    "num_key_value_heads": 8,
+    "kv_lora_rank": 96,
+    "q_lora_rank": 64,
+    "qk_nope_head_dim": 32,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 32,
+    "first_k_dense_replace": 1,
+    "n_routed_experts": 8,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 128,
+    "pad_token_id": None,
+}
 SHAPES: dict[str, partial[PretrainedConfig]] = {
     "dense": partial(Qwen2Config, **SIZES),
     "llama": partial(LlamaConfig, **SIZES),
@@ -70,6 +85,7 @@ SHAPES: dict[str, partial[PretrainedConfig]] = {
         pad_token_id=None,
     ),
     "moe": partial(Qwen3MoeConfig, **SIZES, **EXPERTS),
+    "latent": partial(DeepseekV2Config, **SIZES | LATENT),
 }
 
 
@@ -154,6 +170,11 @@ GRID = [
     *(Case(replace(layout, tied=False), "moe") for layout in LAYOUTS[::3]),
     Case(Layout(tp=2, ep=2, sequence_parallel=True, tied=False), "moe"),
     Case(Layout(dp=2, ep=2, recompute=True, tied=False), "moe", dtype=schema.Dtype.bfloat16),
+    Case(Layout(tied=False), "latent"),
+    Case(Layout(tied=False), "latent", "inference", dtype=schema.Dtype.bfloat16),
+    Case(Layout(pp=2, pp_layers=(1, 3), tied=False), "latent", packed=False),
+    Case(Layout(tp=2, ep=2, sequence_parallel=True, tied=False), "latent", dtype=schema.Dtype.bfloat16),
+    Case(Layout(tp=2, ep=2, sequence_parallel=True, tied=False, recompute=True), "latent", optimizer="muon"),
     Case(shape="gemma3"),
     Case(Layout(tp=2, sequence_parallel=True, recompute=True), "gemma3", dtype=schema.Dtype.bfloat16),
     Case(shape="gemma3", packed=False, targets=0.02, group="inference"),

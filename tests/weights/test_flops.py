@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import AutoModelForCausalLM, Gemma3TextConfig, PretrainedConfig, Qwen3Config
+from transformers import AutoModelForCausalLM, DeepseekV2Config, Gemma3TextConfig, PretrainedConfig, Qwen3Config
 
 from rlsys.weights.flops import flops_of
 from rlsys.weights.weight_map import architecture_of
@@ -20,16 +20,35 @@ SIZES = {
     "head_dim": 20,
     "attn_implementation": "eager",
 }
+LATENT = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 24,
+    "q_lora_rank": None,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+    "first_k_dense_replace": 1,
+    "n_routed_experts": 4,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 40,
+    "experts_implementation": "eager",
+}
 KINDS = ["sliding_attention", "sliding_attention", "full_attention"]
 
 
 @pytest.mark.parametrize(
-    ("config", "rotary_tables"),
-    [(Qwen3Config(**SIZES), 1), (Gemma3TextConfig(**SIZES, layer_types=KINDS, pad_token_id=None), 2)],
-    ids=["qwen3", "gemma3"],
+    ("config", "rotary_tables", "routers"),
+    [
+        (Qwen3Config(**SIZES), 1, 0),
+        (Gemma3TextConfig(**SIZES, layer_types=KINDS, pad_token_id=None), 2, 0),
+        (DeepseekV2Config(**SIZES | LATENT), 1, 2),
+        (DeepseekV2Config(**SIZES | LATENT | {"q_lora_rank": 20}), 1, 2),
+    ],
+    ids=["qwen3", "gemma3", "deepseek_v2", "deepseek_v2, latent queries"],
 )
 def test_cost_of_a_sequence_is_that_of_a_forward_pass_of_transformers(
-    config: PretrainedConfig, rotary_tables: int
+    config: PretrainedConfig, rotary_tables: int, routers: int
 ) -> None:
     """A sequence as long as the window has the same cost with and without it."""
     model, flops = AutoModelForCausalLM.from_config(config), flops_of(architecture_of(config))
@@ -38,6 +57,8 @@ def test_cost_of_a_sequence_is_that_of_a_forward_pass_of_transformers(
             model(torch.zeros(1, tokens, dtype=torch.long))
         # Leave out the rotary tables, outer products of positions and frequencies that are computed once per model.
         tables = rotary_tables * 2 * tokens * config.head_dim // 2
+        if routers:  # Neglected, as they are in `Flops`.
+            tables += routers * 2 * tokens * config.hidden_size * config.n_routed_experts
         counted = sum(counter.get_flop_counts()["Global"].values()) - tables
         # Eager attention also computes the half above the diagonal, which it then masks.
         squares = flops.per_square + flops.per_local_square

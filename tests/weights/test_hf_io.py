@@ -18,7 +18,8 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, DeepseekV3Config
+from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention
 
 from rlsys.errors import Code
 from rlsys.weights import hf_io
@@ -26,6 +27,7 @@ from rlsys.weights.hf_io import DTYPES, INDEX, SINGLE, HfReader, TensorSpec, fil
 from tests.support.hf_models import make_model
 from tests.support.refusals import refused
 from tests.support.tensors import raw
+from tests.trainer import reference
 
 
 def spec_of(name: str, tensor: Tensor) -> TensorSpec:
@@ -237,3 +239,13 @@ def test_too_many_stacked_experts_are_refused(tmp_path: Path, monkeypatch: pytes
             assert len(HfReader(tmp_path).names()) == 100
     with refused("malformed", tmp_path / SINGLE):
         HfReader(tmp_path)
+
+
+def test_attention_with_yarn_gets_the_scale_that_transformers_has_for_deepseek_v3() -> None:
+    for yarn in (False, True):
+        config = reference.tiny_deepseek(yarn=yarn)
+        model = hf_io.with_attention_scale(AutoModelForCausalLM.from_config(config))
+        sizes = {key: value for key, value in config.to_dict().items() if key != "model_type"}
+        expected = DeepseekV3Attention(DeepseekV3Config(**sizes), layer_idx=0).scaling
+        assert yarn == (expected > 24**-0.5)
+        assert [layer.self_attn.scaling for layer in model.model.layers] == [pytest.approx(expected)] * 3

@@ -30,8 +30,9 @@ from tests.support.refusals import refused
 from tests.trainer import reference
 
 FAMILIES = {name: architecture_of(config()) for name, config in reference.TINY.items()}
+FAMILIES["deepseek_v2 with latent queries"] = architecture_of(reference.tiny_deepseek(q_lora_rank=20))
 FAMILIES["exaone4"] = architecture_of(reference.tiny_exaone4(), reference.OWN_FAMILY)
-QWEN2, MOE = FAMILIES["qwen2"], FAMILIES["qwen3_moe"]
+QWEN2, MOE, LATENT = FAMILIES["qwen2"], FAMILIES["qwen3_moe"], FAMILIES["deepseek_v2 with latent queries"]
 
 
 def checkpoint_of(weights: WeightMap) -> dict[str, Tensor]:
@@ -66,6 +67,9 @@ def expected_shard(arch: Architecture, name: str, parts: Sequence[Tensor], rank:
     if name.endswith(("linear_proj.weight", "linear_fc2.weight")):
         each = whole.shape[1] // tp
         return torch.stack([whole[:, rank * each + i] for i in range(each)], dim=1)
+    if name.endswith(("linear_q_proj.weight", "linear_q_up_proj.weight", "linear_kv_up_proj.weight")):
+        each = len(whole) // tp
+        return torch.stack([whole[rank * each + i] for i in range(each)])
     if name in ("embedding.word_embeddings.weight", "output_layer.weight"):
         padded = next(rows for rows in range(len(whole), len(whole) + lcm(128, tp)) if rows % 128 == rows % tp == 0)
         mine = range(rank * padded // tp, (rank + 1) * padded // tp)
@@ -116,15 +120,19 @@ def cases(draw: st.DrawFn) -> Case:
         vocab=draw(st.integers(1, 300)),
         tied=draw(st.booleans()),
         experts=family.experts and draw(st.sampled_from([2, 4])),
-        expert_ffn=draw(st.integers(1, 5)),
+        expert_ffn=draw(st.integers(1, 5)) * (tp if family.shared_experts else 1),
     )
     return Case(arch, tp, draw(st.sampled_from([1, 2])) if arch.experts else 1, stages)
 
 
 def _divides(arch: Architecture, tp: int) -> bool:
-    """Tell if the TP size divides every sharded tensor; experts are not sharded."""
+    """Tell if the TP size divides every sharded tensor; experts are not sharded, but those that all tokens share."""
     fused = (arch.heads + 2 * arch.kv_heads) * arch.head_dim
-    cut = [fused, arch.heads * arch.head_dim, tp if arch.experts else arch.ffn]
+    mlp = arch.ffn if arch.dense_layers or not arch.experts else tp
+    cut = [fused, arch.heads * arch.head_dim, mlp]
+    if arch.kv_lora_rank:
+        heads = (arch.head_dim, arch.v_head_dim, arch.qk_nope_head_dim + arch.v_head_dim)
+        cut = [*(arch.heads * size for size in heads), mlp]
     return all(size % tp == 0 for size in cut)
 
 
@@ -134,6 +142,8 @@ def _divides(arch: Architecture, tp: int) -> bool:
 @example(case=Case(FAMILIES["phi3"], 2, 1, [2, 1]), values=False, random=Random(1))
 @example(case=Case(FAMILIES["glm4"], 2, 1, [1, 2]), values=False, random=Random(1))
 @example(case=Case(MOE, 2, 2, [2, 1]), values=False, random=Random(1))
+@example(case=Case(FAMILIES["deepseek_v2"], 2, 2, [1, 2]), values=False, random=Random(1))
+@example(case=Case(LATENT, 2, 2, [2, 1]), values=False, random=Random(1))
 def test_every_layout_shards_as_megatron_reads_and_merges_bit_for_bit(case: Case, values: bool, random: Random) -> None:
     """Tensors come in any order; a TP size that does not divide them is refused."""
     arch, tp, ep, counts = case.arch, case.tp, case.ep, case.stages
@@ -195,6 +205,21 @@ def test_transformer_engine_names_map_to_the_same_tensors(
     entry = WeightMap(replace(MOE, experts=16)).entry(f"decoder.layers.2.{of_engine}")
     assert entry.name == f"decoder.layers.2.{name}"
     assert (entry.layer, entry.expert) == numbers
+
+
+def test_layers_with_and_without_experts_have_tensors_of_their_own() -> None:
+    weights = WeightMap(LATENT)
+    fused = {"linear_q_up_proj": "q_layernorm", "linear_kv_up_proj": "kv_layernorm"}
+    for layer, norm in fused.items():
+        entry = weights.entry(f"decoder.layers.2.self_attention.{layer}.layer_norm_weight")
+        assert entry.name == f"decoder.layers.2.self_attention.{norm}.weight"
+    dense, routed = "mlp.linear_fc2.weight", ("mlp.router.weight", "mlp.shared_experts.linear_fc2.weight")
+    absent = [f"decoder.layers.0.{name}" for name in routed] + [f"decoder.layers.{layer}.{dense}" for layer in (1, 2)]
+    for name in absent:
+        with pytest.raises(KeyError):
+            weights.entry(name)
+    assert weights.entry(f"decoder.layers.0.{dense}").hf == ("model.layers.0.mlp.down_proj.weight",)
+    assert weights.entry(f"decoder.layers.2.{routed[0]}").hf == ("model.layers.2.mlp.gate.weight",)
 
 
 def test_name_outside_of_the_model_is_unknown() -> None:

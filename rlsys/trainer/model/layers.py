@@ -42,7 +42,7 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.router import Router
 from megatron.core.transformer.spec_utils import ModuleSpec
-from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_block import LayerNormImpl, TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor
@@ -303,9 +303,7 @@ def block_spec(
         routed: _changed(_layer(config, layers, config.num_moe_experts if routed else None, adapted), config, own)
         for routed in sorted({*mixture})
     }
-    norm: Any = RMSNorm
-    if layers is Layers.te:
-        from megatron.core.extensions.transformer_engine import TENorm as norm
+    norm = LayerNormImpl if layers is Layers.te else RMSNorm
     return TransformerBlockSubmodules(layer_specs=[kinds[routed] for routed in mixture], layer_norm=norm)
 
 

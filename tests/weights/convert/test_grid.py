@@ -61,6 +61,7 @@ class Kind(NamedTuple):
 
 KINDS = {
     "deepseek": Kind("deepseek-moe"),
+    "deepseek-yarn": Kind("deepseek-moe-yarn"),
     "llama": Kind("llama"),
     "qwen2-tied": Kind("qwen2-tied"),
     "qwen3": Kind("qwen3"),
