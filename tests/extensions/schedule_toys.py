@@ -75,16 +75,6 @@ class CannotBegin(InPairs):
         self.size = 1 / size
 
 
-class PositionalSetting(InPairs):
-    def __init__(self, together: int) -> None:
-        super().__init__(together=together)
-
-
-class UntypedSetting(InPairs):
-    def __init__(self, *, together=2) -> None:  # type: ignore[no-untyped-def]
-        super().__init__(together=together)
-
-
 class StalenessInWords(InPairs):
     def __init__(self, *, max_staleness: str = "two") -> None:
         super().__init__(max_staleness=len(max_staleness))

@@ -98,13 +98,3 @@ class WithoutSearch:
 class SearchWithoutTopk(Letters):
     def search(self, queries: Sequence[str]) -> Any:  # type: ignore[override]
         return super().search(queries, 3)
-
-
-class Positional(Letters):
-    def __init__(self, scale: float) -> None:
-        super().__init__(scale=scale)
-
-
-class OddSetting(Letters):
-    def __init__(self, *, measure: Letters) -> None:
-        self.measure = measure  # type: ignore[assignment]

@@ -47,12 +47,8 @@ def test_agent_plays_with_the_settings_of_the_config(kind: str, mode: str) -> No
 @pytest.mark.parametrize(
     ("overrides", "code", "key"),
     [
-        (["task.agent=react2"], "unknown", KIND),
-        ([f"{KIND}={TOYS}.missing"], "unknown", KIND),
         ([f"{KIND}={TOYS}.too_few"], "user_code", KIND),
         ([f"{KIND}={TOYS}.not_async"], "user_code", KIND),
-        ([f"{KIND}={TOYS}.drafts", "task.agent.number=x"], "wrong_type", "task.agent.number"),
-        ([f"{KIND}={TOYS}.drafts", "task.agent.invalid_message=x"], "conflict", "task.agent.invalid_message"),
         ([f"{KIND}={TOYS}.raises", APPEND], "user_code", KIND),
         ([f"{KIND}={TOYS}.returns_text", APPEND], "user_code", KIND),
     ],

@@ -124,10 +124,3 @@ class BlockingState(State):
     async def close(self) -> None:
         self.tool.block("close")
         await super().close()
-
-
-class Untyped(Counting):
-    """Has a parameter without a type."""
-
-    def __init__(self, *, by=1) -> None:  # type: ignore[no-untyped-def]
-        super().__init__(by=by, label="")
