@@ -20,7 +20,7 @@ from rlsys.config.derived import has_critic, needs_whole_mini_batch
 from rlsys.config.problems import algorithm_problems
 from rlsys.config.schema import RunConfig
 from rlsys.data.trajectory import Group, Sample, Scores
-from rlsys.errors import UserError
+from rlsys.errors import Code, UserError
 from rlsys.orchestrator.pipeline.grouping import finish, over_mini_batch
 from rlsys.weights.checkpoint.state_file import load_values, save_values
 from tests.support.composed import composed
@@ -253,11 +253,10 @@ def test_record_of_a_run_imports_only_components_that_the_reader_names(own: Own)
     ],
 )
 def test_component_that_cannot_work_is_refused_before_the_run(
-    own: Own, overrides: list[str], code: str, key: str
+    own: Own, overrides: list[str], code: Code, key: str
 ) -> None:
-    with pytest.raises(UserError) as caught:
+    with refused(code, f"algorithm.{key}"):
         own(*(f"algorithm.{one}" for one in overrides))
-    assert (caught.value.code, caught.value.key) == (code, f"algorithm.{key}")
 
 
 @pytest.mark.parametrize(

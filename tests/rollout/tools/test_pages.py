@@ -13,7 +13,7 @@ import pytest
 
 from rlsys.config.schema import SearchConfig
 from rlsys.data.trajectory import Trajectory
-from rlsys.errors import Code, UserError
+from rlsys.errors import Code
 from rlsys.orchestrator.validate import find_problems
 from rlsys.rollout.agent.episode import EpisodeTools, run_episode
 from rlsys.rollout.tools.search_tool import RequiredSearch, open_tool
@@ -131,9 +131,8 @@ def test_window_that_an_observation_cannot_hold_is_refused(url: str) -> None:
 
 def test_server_that_does_not_answer_ends_the_episode_and_one_without_pages_the_run() -> None:
     script = Script([f"<open>{URL}</open>", "<answer>x</answer>"], codec=CODEC)
-    with serving(create_app(Gated(), 3)) as address, pytest.raises(UserError) as caught:
+    with serving(create_app(Gated(), 3)) as address, refused("missing", "search.pages"):
         play(address, script, task(tools=["pages"], **ROOM))
-    assert (caught.value.code, caught.value.key) == ("missing", "search.pages")
     with pytest.raises(SearchFailed):
         play(address, script, task(tools=["pages"], **ROOM))
 
