@@ -26,7 +26,7 @@ from rlsys.cluster.stacks import (
     write_stacks,
 )
 
-LOOP = "def spin():\n    while True: pass\nprint('ready', flush=True)\nspin()"
+LOOP = "def spin():\n    print('ready', flush=True)\n    while True: pass\nspin()"
 REGISTER = "import faulthandler, signal; faulthandler.register(signal.SIGUSR1, file=2)\n"
 
 
