@@ -32,7 +32,7 @@ from tests.trainer.test_against_transformers import check_training
 
 FAMILY = reference.OWN_FAMILY
 TOYS = "tests.extensions.family_toys"
-SGLANG_RUNS = dict.fromkeys(("deepseek_v2", "gemma3_text", "glm4", "mistral", "phi3"), "null") | {"exaone4": FAMILY}
+SGLANG_RUNS = dict.fromkeys(("gemma3_text", "glm4", "mistral", "phi3"), "null") | {"exaone4": FAMILY}
 """Tiny model -> its family as in `model.family`; SGLang runs each on a CPU."""
 
 

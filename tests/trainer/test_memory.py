@@ -172,7 +172,7 @@ GRID = [
     Case(Layout(dp=2, ep=2, recompute=True, tied=False), "moe", dtype=schema.Dtype.bfloat16),
     Case(Layout(tied=False), "latent"),
     Case(Layout(tied=False), "latent", "inference", dtype=schema.Dtype.bfloat16),
-    Case(Layout(pp=2, pp_layers=(1, 3), tied=False), "latent", packed=False),
+    Case(Layout(pp=2, pp_layers=(3, 1), tied=False), "latent", packed=False),
     Case(Layout(tp=2, ep=2, sequence_parallel=True, tied=False), "latent", dtype=schema.Dtype.bfloat16),
     Case(Layout(tp=2, ep=2, sequence_parallel=True, tied=False, recompute=True), "latent", optimizer="muon"),
     Case(shape="gemma3"),

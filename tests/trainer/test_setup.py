@@ -1,5 +1,6 @@
 """Tests of the setup of a Megatron process: kernels, Megatron-core without CUDA, and ranks in the mesh."""
 
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -7,13 +8,14 @@ from typing import Any
 import pytest
 import torch
 
+from rlsys.cluster.planning.placement import parallel_problems
 from rlsys.config.schema import Layers, ModelConfig, ParallelConfig
 from rlsys.observe.environment import Capabilities
 from rlsys.trainer import cpu_support
 from rlsys.trainer.mesh import mesh_coordinates
 from rlsys.trainer.model.layers import choose_layers, fuse_accumulation, kernel_settings
 from rlsys.trainer.model.stage_model import transformer_config
-from rlsys.weights.weight_map import read_architecture
+from rlsys.weights.weight_map import architecture_of, read_architecture
 from tests.support.megatron_processes import Group, on_ranks
 from tests.support.refusals import refused
 from tests.trainer import reference
@@ -87,6 +89,20 @@ def test_megatron_accepts_the_kernel_settings(tmp_path: Path) -> None:
         assert settings.pop(needs_package)
     made = transformer_config(read_architecture(str(model)), asked, ParallelConfig(), settings)
     assert {name: getattr(made, name) for name in settings} == settings
+
+
+def test_first_stage_without_experts_is_refused_in_a_model_that_has_some() -> None:
+    model, settings = (
+        architecture_of(reference.tiny_deepseek()),
+        kernel_settings(ModelConfig("m"), Layers.local, NOTHING),
+    )
+    for counts, fits in (([1, 2], False), ([2, 1], True)):
+        stages = ParallelConfig(pp=2, pp_layers=counts)
+        assert [one.key for one in parallel_problems("actor", stages, 2, model)] == ["actor.parallel.pp_layers"] * (
+            not fits
+        )
+        with nullcontext() if fits else refused("mismatch", "pp_layers"):
+            transformer_config(model, ModelConfig("m"), stages, settings)
 
 
 def _on_the_real_megatron(_: Group) -> None:

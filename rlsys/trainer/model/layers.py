@@ -132,9 +132,10 @@ def transformer_config(
 ) -> TransformerConfig:
     """Return Megatron's config of the model; `kernels` is the result of `kernel_settings`.
 
-    Raises UserError if tp does not fit the model, or if experts with tp > 1 lack sequence parallelism.
+    Raises UserError if tp or the stages do not fit the model, or if experts with tp > 1 lack sequence parallelism.
     """
     _check_tp(architecture, parallel)
+    _check_first_stage(architecture, parallel)
     layout = None  # default: equally many layers per stage
     if parallel.pp_layers is not None:
         layout = [["decoder"] * len(s) for s in stage_layers(architecture.layers, parallel.pp, parallel.pp_layers)]
@@ -228,6 +229,21 @@ def _check_tp(architecture: Architecture, parallel: ParallelConfig) -> None:
             "set sequence_parallel to true.",
             code="conflict",
             key="sequence_parallel",
+        )
+
+
+def _check_first_stage(architecture: Architecture, parallel: ParallelConfig) -> None:
+    """Raise UserError if the first stage has no experts in a model with experts, whose optimiser could not be saved.
+
+    Megatron's optimiser of the experts then has no parameter there, from which it would read its step.
+    """
+    first = len(stage_layers(architecture.layers, parallel.pp, parallel.pp_layers)[0])
+    if first <= architecture.dense_layers:
+        raise UserError(
+            f"The first of pp={parallel.pp} stages has {first} layers and the model begins with {architecture.dense_layers} "
+            "layers without experts: give the first stage more, in pp_layers, or lower pp.",
+            code="mismatch",
+            key="pp_layers",
         )
 
 

@@ -30,7 +30,7 @@ from tests.trainer.harness import OBJECTIVE
 PROCESSES = 8
 """Largest number of processes of a layout."""
 LAYERS = 5
-STAGES = {1: None, 2: [2, 3], 3: [1, 2, 2]}
+STAGES = {1: None, 2: [2, 3], 3: [2, 1, 2]}
 """Number of pipeline stages -> layers of each stage, which are uneven; None for a single stage."""
 WIDTH = 48
 """Tokens per row: three times the original context of the models' rotary scaling."""
