@@ -97,9 +97,5 @@ def only_parameters(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters)
 
 
-def untyped(parameters: Any, lr: float, *, pull=1.0) -> torch.optim.Optimizer:  # type: ignore[no-untyped-def]
-    return torch.optim.SGD(parameters, lr * pull)
-
-
 def takes_the_rate(parameters: Any, rate: float, *, lr: float) -> torch.optim.Optimizer:  # noqa: ARG001
     return torch.optim.SGD(parameters, lr)

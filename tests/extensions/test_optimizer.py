@@ -103,8 +103,6 @@ def test_settings_of_an_optimiser_are_keys_of_the_config() -> None:
         config_of("sgd", "optimizer.overlap_param_gather=true")
     with refused("conflict", "actor.optimizer.distributed"):
         config_of("muon", "optimizer.distributed=true")
-    with refused("unknown", "actor.optimizer.kind"):
-        config_of("adamm")
     with refused("out_of_range", "actor.optimizer.pull"):
         config_of(f"{TOYS}.Descent", "optimizer.pull=0")
     with refused("conflict", "actor.optimizer.kind"):
@@ -119,14 +117,13 @@ def test_state_is_measured_for_the_plan(kind: str, nbytes: float) -> None:
     assert state_bytes(config_of(kind).actor.optimizer) == nbytes
 
 
-@pytest.mark.parametrize(
-    "kind",
-    [
-        *("Fails", "NotANumber", "KeepsRows", "KeepsAFunction", "Forgets", "TakesMatrices", "HasNoRate"),
-        *("CannotBegin", "nothing", "only_parameters", "untyped"),
-    ],
-)
-@pytest.mark.parametrize("group", ["actor", "critic"])
+SPOILT = [
+    *("Fails", "NotANumber", "KeepsRows", "KeepsAFunction", "Forgets", "TakesMatrices", "HasNoRate"),
+    *("CannotBegin", "nothing", "only_parameters"),
+]
+
+
+@pytest.mark.parametrize(("kind", "group"), [*((kind, "actor") for kind in SPOILT), ("Fails", "critic")])
 def test_component_that_is_no_optimiser_is_refused_before_anything_starts(kind: str, group: str) -> None:
     with pytest.raises(UserError, match=rf"^.*{TOYS}\.{kind}\b.*$") as caught:
         state_bytes(getattr(config_of(f"{TOYS}.{kind}", group=group), group).optimizer)
