@@ -11,16 +11,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlsys.apps.planner.answer import Planner
 from rlsys.apps.planner.calibrate import Calibration, between, nonnegative, windows, within
 from rlsys.apps.planner.costs import by_formula
 from rlsys.apps.planner.estimate import calls_s
 from rlsys.apps.planner.workload import Workload
-from rlsys.cluster.planning.hardware import REACHED, REACHED_SOURCE
+from rlsys.cluster.planning.hardware import REACHED
 from rlsys.cluster.planning.work import HardwareCosts
 from rlsys.config.compose import as_dict, load_config
 from rlsys.config.schema import RunConfig
-from rlsys.errors import UserError
 from rlsys.observe.kept import TrajectoryRecord, write_trajectories
 from rlsys.observe.records import TIMELINE, LineLog, timeline_row
 from rlsys.observe.run_folder import open_run
@@ -28,6 +26,7 @@ from rlsys.observe.spans import Span
 from rlsys.trainer.batches import SampleSize
 from rlsys.weights.weight_map import read_architecture
 from tests.support.made_run import DAY, Maker, Size, made_run
+from tests.support.refusals import refused
 
 STEP_S, REQUEST_S, TOKEN_S = 0.02, 0.001, 0.0005
 """Planted costs of an engine: of a decode step, of a request in it, of the prefill of a token."""
@@ -137,9 +136,8 @@ def test_episodes_are_drawn_from_the_run(run: Path) -> None:
     assert {tuple(turn.generated for turn in one.turns) for one in drawn} <= lengths
     assert workload.tool_s == pytest.approx(0.03)
     assert all(turn.tool_s == pytest.approx(0.03) for one in drawn for turn in one.turns[:-1])
-    with pytest.raises(UserError) as refused:
+    with refused("unknown"):
         workload.changed(["turn=3"])
-    assert refused.value.code == "unknown"
 
 
 def test_limits_cut_recorded_episodes(run: Path) -> None:
@@ -155,17 +153,8 @@ def test_limits_cut_recorded_episodes(run: Path) -> None:
 def test_a_run_without_steps_is_refused(tmp_path: Path) -> None:
     run = planted(tmp_path / "empty")
     (run / TIMELINE).unlink()
-    with pytest.raises(UserError) as refused:
+    with refused("missing", "--calibrate"):
         Calibration(open_run(run), "CPU", REACHED)
-    assert (refused.value.code, refused.value.key) == ("missing", "--calibrate")
-
-
-def test_prediction_names_the_run_as_its_source(run: Path) -> None:
-    calibration = Calibration(open_run(run), "CPU", REACHED)
-    workload = calibration.workload(Workload())
-    planner = Planner(calibration.config, "CPU", REACHED, REACHED_SOURCE, workload, calibration=calibration)
-    found = planner.answer(planner.simulated(planner.config, workload, 2))
-    assert "planted" in found["costs"]["engine"]
 
 
 @given(TIMES, st.floats(0, 130), st.floats(0.1, 20))

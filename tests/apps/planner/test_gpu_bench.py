@@ -12,12 +12,13 @@ import pytest
 
 from bench.gpu.figures import FULL, PROMPT_TOKENS, Figure, Outcome, work_of
 from rlsys.apps.planner.gpu_bench import GpuBench, read_bench
-from rlsys.cluster.planning.hardware import REACHED, SPEEDS
+from rlsys.cluster.planning.hardware import REACHED
 from rlsys.cluster.planning.work import HardwareCosts
 from rlsys.config.schema import RunConfig
-from rlsys.errors import UserError
+from rlsys.errors import Code
 from rlsys.trainer.batches import SampleSize
 from rlsys.weights.weight_map import read_architecture
+from tests.support.refusals import refused
 
 PLANTED = replace(REACHED, compute=0.5, layer_s=2e-4, decode_layer_s=1e-4, request_s=4e-5, sync_link=0.3)
 
@@ -71,9 +72,8 @@ def test_a_part_that_was_not_measured_leaves_its_shares(tmp_path: Path) -> None:
 def test_steps_beyond_the_peak_are_refused(tmp_path: Path) -> None:
     bench = read_bench(written(tmp_path / "gpu.json"), "H100")
     faster = {name: seconds / 10 for name, seconds in bench.parts["te"].items()}
-    with pytest.raises(UserError) as refused:
+    with refused("conflict", "--bench"):
         GpuBench(bench.path, bench.device, bench.work, {"te": faster}).reached(REACHED, "")
-    assert (refused.value.code, refused.value.key) == ("conflict", "--bench")
 
 
 @pytest.mark.parametrize(
@@ -86,14 +86,7 @@ def test_steps_beyond_the_peak_are_refused(tmp_path: Path) -> None:
     ],
 )
 def test_a_file_that_says_nothing_of_this_gpu_is_refused(
-    change: Callable[[dict[str, Any]], None], code: str, tmp_path: Path
+    change: Callable[[dict[str, Any]], None], code: Code, tmp_path: Path
 ) -> None:
-    with pytest.raises(UserError) as refused:
+    with refused(code, "--bench"):
         read_bench(written(tmp_path / "gpu.json", change), "H100").reached(REACHED, "")
-    assert (refused.value.code, refused.value.key) == (code, "--bench")
-
-
-def test_a_missing_file_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError) as refused:
-        read_bench(tmp_path / "none.json", next(iter(SPEEDS)))
-    assert refused.value.code == "not_found"

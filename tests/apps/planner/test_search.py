@@ -20,9 +20,9 @@ from rlsys.apps.planner.workload import Workload
 from rlsys.cluster.planning.hardware import REACHED, REACHED_SOURCE
 from rlsys.cluster.planning.placement import parse_placement
 from rlsys.config.compose import load_config
-from rlsys.errors import UserError
 from rlsys.trainer.batches import SampleSize
 from tests.apps.planner.made import FREE, costs_of
+from tests.support.refusals import refused
 
 NAME = "searchr1_qwen2.5_3b_1node"
 FEW = "trainer.prompts_per_step=16"
@@ -110,15 +110,13 @@ def test_no_more_candidates_are_simulated_than_asked(searched: PlacementSearch, 
 
 
 def test_a_model_that_fits_nowhere_is_refused() -> None:
-    with pytest.raises(UserError) as refused:
+    with refused("conflict"):
         search_of(FEW, "cluster.device_memory_gib=6").best()
-    assert refused.value.code == "conflict"
 
 
 def test_machines_must_be_stated() -> None:
-    with pytest.raises(UserError) as refused:
+    with refused("missing", "cluster.devices_per_node"):
         search_of(FEW, "cluster.devices_per_node=null")
-    assert (refused.value.code, refused.value.key) == ("missing", "cluster.devices_per_node")
 
 
 @pytest.mark.parametrize("running", [32, 1000])
