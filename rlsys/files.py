@@ -71,6 +71,15 @@ def named(path: Path) -> Iterator[None]:
         raise OSError(problem.errno, problem.strerror or str(problem), str(path)) from problem
 
 
+def sync(path: Path) -> None:
+    """Flush a file or folder to disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
 def remove_partial_files(folder: Path) -> None:
     """Delete temporary files that killed writers left in `folder`. No other process may be writing there."""
     for path in folder.glob(".*.part"):

@@ -28,7 +28,7 @@ from typing import Any, TypeVar, get_type_hints
 import numpy as np
 
 from rlsys.errors import RunError, UserError
-from rlsys.files import LOCK, working_folder, write_atomically
+from rlsys.files import LOCK, named, sync, working_folder, write_atomically
 from rlsys.search.corpus import Corpus
 
 MANIFEST_FILE = "manifest.json"
@@ -147,7 +147,7 @@ class IndexDraft:
         """Move the complete index to `out`; the old index is deleted afterwards."""
         try:
             for path in (*self.folder.rglob("*"), self.folder):
-                _sync(path)
+                sync(path)
         except OSError:
             # The data may be incomplete on disk, and a second fsync may report no error.
             (self.folder / MANIFEST_FILE).unlink()
@@ -157,7 +157,7 @@ class IndexDraft:
                 shutil.rmtree(self._replaced)
             self._out.rename(self._replaced)
         self.folder.rename(self._out)
-        _sync(self._out.parent)
+        sync(self._out.parent)
         self._empty()
 
     def _empty(self) -> None:
@@ -278,12 +278,10 @@ def new_array(path: Path, shape: tuple[int, ...], dtype: np.dtype) -> np.memmap:
 
     Raises OSError with the file name if the disk is full; without allocation, a later write would end in SIGBUS.
     """
-    try:
+    with named(path):
         array = np.lib.format.open_memmap(path, mode="w+", dtype=dtype, shape=shape)
         with path.open("r+b") as file:
             os.posix_fallocate(file.fileno(), 0, path.stat().st_size)
-    except OSError as error:
-        raise OSError(error.errno, error.strerror, str(path)) from None
     return array
 
 
@@ -292,11 +290,3 @@ def _read(path: Path) -> Any:
         return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
         return None
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

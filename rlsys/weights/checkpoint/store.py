@@ -12,7 +12,6 @@ folder with this file holds everything that the group saved.
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -21,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from rlsys.errors import UserError
-from rlsys.files import sha256_of
+from rlsys.files import sha256_of, sync
 
 MANIFEST, COMPLETE = "manifest.json", "complete.json"  # Absent from checkpoints that Megatron itself writes.
 _SMALL_BYTES = 1024 * 1024  # Files up to this size, such as metadata, have a checksum in the manifest.
@@ -92,11 +91,11 @@ class CheckpointStore:
         manifest.write_text(json.dumps({"files": sizes, "sha256": sums}, indent=1) + "\n")
         # Sync folders too: a file's name is durable only once its folder is synced.
         for path in (*inside, manifest, partial):
-            _sync(path)
+            sync(path)
         if final.exists():
             final.rename(old)
         partial.rename(final)
-        _sync(self.folder)
+        sync(self.folder)
         _remove(old)
         return final
 
@@ -182,15 +181,6 @@ def check(folder: Path) -> None:
 def _remove(path: Path) -> None:
     """Delete a checkpoint folder, best effort; for a symlink delete only the link."""
     path.unlink() if path.is_symlink() else shutil.rmtree(path, ignore_errors=True)
-
-
-def _sync(path: Path) -> None:
-    """Flush a file or folder to disk."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 @dataclass(frozen=True, slots=True)
