@@ -29,8 +29,8 @@ from tests.algorithms.loss_reference import (
 CLIPPED = AlgorithmConfig(policy_loss=PpoLoss(clip_high=0.28), kl_coef=0.0)
 
 
-def with_llds(gate: LldsGate, coef: float = 0.5, **settings: object) -> AlgorithmConfig:
-    return replace(CLIPPED, llds=LldsConfig(coef, gate), **settings)  # type: ignore[arg-type]
+def with_llds(gate: LldsGate, **settings: object) -> AlgorithmConfig:
+    return replace(CLIPPED, llds=LldsConfig(0.5, gate), **settings)  # type: ignore[arg-type]
 
 
 def computed(config: AlgorithmConfig, flat: Flat) -> tuple[Tensor, dict[str, Tensor]]:

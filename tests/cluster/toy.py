@@ -80,11 +80,6 @@ class Toy:
             os.kill(os.getpid(), signal.SIGSTOP)
         torch.distributed.all_reduce(torch.ones(1))
 
-    def compute(self) -> None:
-        """Never return."""
-        while True:
-            self.rank += 0
-
     def spawn(self) -> int:
         """Start a process in its own session, so that it would outlive this worker; return its id."""
         return subprocess.Popen(["sleep", "3600"], start_new_session=True).pid

@@ -221,11 +221,11 @@ def add_faults(run: Path, *, part: str = "engine 1", detail: str = "SIGKILL; 3 p
     return run / FAULTS
 
 
-def add_changes(run: Path, *, detail: str = "with weight version 1 in 31 s") -> None:
-    """Let engine 2 join in step 2 of `run` with `detail`, and leave in step 3."""
+def add_changes(run: Path) -> None:
+    """Let engine 2 join in step 2 of `run`, and leave in step 3."""
     now = [DAY + 30.0]
     log = FaultLog(run / FAULTS, lambda: now[0])
-    for log.step, change, said in ((2, Change.joined, detail), (3, Change.left, "after 4 s")):
+    for log.step, change, said in ((2, Change.joined, "with weight version 1 in 31 s"), (3, Change.left, "after 4 s")):
         log.note("engine 2", change, said)
         now[0] += 9.0
     log.close()

@@ -305,7 +305,7 @@ class Files:
     """Number of training questions removed because they are also held out."""
 
 
-def training_files(train: Data, heldout: Data | None, count: int | None, seed: int, folder: Path) -> Files:
+def training_files(train: Data, heldout: Data | None, count: int | None, folder: Path) -> Files:
     """Return the files of training and evaluation questions.
 
     Without `heldout`, `count` questions of `train` are held out (see `apps.data.prepare.split`). Raises UserError, with
@@ -313,7 +313,7 @@ def training_files(train: Data, heldout: Data | None, count: int | None, seed: i
     """
     trained = read_data(train, "train_data")
     if heldout is None:
-        kept, held = prepare.divide(trained.rows, prepare.split(trained.texts, count, seed, trained.name))
+        kept, held = prepare.divide(trained.rows, prepare.split(trained.texts, count, 0, trained.name))
         path = _write_rows(kept, folder, f"{trained.name}-train")
         return Files(path, _write_rows(held, folder, f"{trained.name}-heldout"), len(kept))
     if count is not None:

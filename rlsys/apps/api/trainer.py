@@ -122,7 +122,7 @@ class SearchR1Trainer:
         Raises UserError for mistakes in settings or data, listing all that were found, and RunError for a run that cannot
         continue.
         """
-        files = arguments.training_files(train_data, eval_data, holdout, 0, self.output_dir / "questions")
+        files = arguments.training_files(train_data, eval_data, holdout, self.output_dir / "questions")
         if files.dropped:
             note(f"{files.dropped} questions of train_data are also in eval_data and are not trained on.")
         given = [

@@ -127,7 +127,7 @@ def web(context: typer.Context) -> None:
     """Serve the same protocol over a web search provider. `rlsys search web --help` lists the flags."""
     from rlsys.search.server.command import serve_web
 
-    raise typer.Exit(serve_web(context.args, program="rlsys search web"))
+    raise typer.Exit(serve_web(context.args))
 
 
 @app.command()

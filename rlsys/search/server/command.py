@@ -87,11 +87,11 @@ def serve_index(arguments: Sequence[str] | None = None, program: str = "python -
     return _run(parser, arguments, "index", _load_index)
 
 
-def serve_web(arguments: Sequence[str] | None = None, program: str = "rlsys search web") -> int:
+def serve_web(arguments: Sequence[str]) -> int:
     """Serve a web search provider until a signal. Returns the exit status."""
     keys = "GOOGLE_API_KEY and GOOGLE_CSE_ID, SERPAPI_API_KEY, SERPER_API_KEY, BRAVE_API_KEY, BING_API_KEY"
     about = f"Serve web search over HTTP. Keys come from the environment: {keys}."
-    parser = argparse.ArgumentParser(prog=program, description=about)
+    parser = argparse.ArgumentParser(prog="rlsys search web", description=about)
     add = parser.add_argument
     add("provider", help="google, serpapi, serper, brave or bing")
     add("--fetch-pages", action="store_true", help="return the best passage of each page instead of its snippet")

@@ -78,7 +78,7 @@ def jsonl(path: Path, *rows: Any) -> Path:
 def test_a_file_in_the_runs_format_is_used_unchanged(tmp_path: Path) -> None:
     train = jsonl(tmp_path / "t.jsonl", HAMLET, SEARCH_R1)
     other = jsonl(tmp_path / "h.jsonl", {**SEARCH_R1, "prompt": "Another?"})
-    assert training_files(train, str(other), None, 0, tmp_path / "files") == Files(train, other, 2)
+    assert training_files(train, str(other), None, tmp_path / "files") == Files(train, other, 2)
     assert not (tmp_path / "files").exists()
 
 
@@ -104,7 +104,7 @@ def test_own_field_names_and_tables_are_converted_to_a_new_file(tmp_path: Path) 
 )
 def test_a_bad_row_is_refused_with_its_position(tmp_path: Path, data: Any, code: Code | None, key: str) -> None:
     with pytest.raises(UserError) as caught:
-        training_files(data, None, None, 0, tmp_path)
+        training_files(data, None, None, tmp_path)
     assert code in (None, caught.value.code)
     assert key in f"{caught.value.key} {caught.value}"
     assert not list(tmp_path.iterdir())

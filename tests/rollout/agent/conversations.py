@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from random import Random
 from typing import Any
@@ -157,9 +157,6 @@ def same(one: Sequence[Message], other: Sequence[Message]) -> bool:
 def plain(message: Message) -> list[Any]:
     content = message["content"].strip() if message["role"] == "assistant" else message["content"]
     return [message["role"], content, [one["function"] for one in message.get("tool_calls") or ()]]
-
-
-Change = Callable[[Client, Call], tuple[list[Message], tuple[dict[str, Any], ...]]]
 
 
 def _edited(client: Client, call: Call) -> tuple[list[Message], tuple[dict[str, Any], ...]]:
