@@ -2,9 +2,9 @@
 
     python -m bench.lora [--model examples/searchr1/tiny/policy] [--rank 8] [--steps 4]
 
-One process trains each of the two on the same random micro-batches and exports the weights after every step. Optimiser
-state, trained parameters, checkpoint and exported tensors are counted, not estimated. The first step is not timed. The
-command prints a table and writes outputs/bench/lora.json.
+One process trains each of the three on the same random micro-batches and exports the weights after every step. Adapters
+are exported with each value of `model.lora.sync`. Optimiser state, trained parameters, checkpoint and exported tensors are
+counted, not estimated. The first step is not timed. The command prints a table and writes outputs/bench/lora.json.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from rich.table import Table
 
 from rlsys.algorithms.losses import policy_loss
 from rlsys.config.algorithm import AlgorithmConfig
-from rlsys.config.schema import AdamwConfig, Device, Dtype, Layers, LoraConfig, ModelConfig, ParallelConfig
+from rlsys.config.schema import AdamwConfig, Device, Dtype, Layers, LoraConfig, LoraSync, ModelConfig, ParallelConfig
 from rlsys.trainer import mesh
 from rlsys.trainer.actor import Actor, Objective
 from rlsys.trainer.batches import MicroBatch
 from rlsys.trainer.export import export_plan, whole_tensors
-from rlsys.weights.weight_map import ADAPTER_PREFIX, read_architecture
+from rlsys.weights.weight_map import read_architecture
 
 RESULT = Path("outputs/bench/lora.json")
 POLICY = Path("examples/searchr1/tiny/policy")
@@ -42,14 +42,14 @@ def main(
     rank: Annotated[int, typer.Option(help="Rank of the adapters.", min=1)] = 8,
     steps: Annotated[int, typer.Option(help="Optimiser steps of each training.", min=2)] = 4,
 ) -> None:
-    """Measure both trainings, and print and write the figures."""
-    found = {name: measured(model, lora, steps) for name, lora in (("whole", LoraConfig()), ("lora", LoraConfig(rank)))}
+    """Measure all trainings, and print and write the figures."""
+    settings = {"whole": LoraConfig()} | {sync.value: LoraConfig(rank, sync=sync) for sync in LoraSync}
+    found = {name: measured(model, lora, steps) for name, lora in settings.items()}
     RESULT.parent.mkdir(parents=True, exist_ok=True)
     RESULT.write_text(json.dumps({"model": str(model), "rank": rank, "steps": steps, **found}, indent=2) + "\n")
-    table = Table("", "whole model", f"LoRA, rank {rank}", "share")
-    for figure, whole in found["whole"].items():
-        own = found["lora"][figure]
-        table.add_row(figure, f"{whole:,.4g}", f"{own:,.4g}", f"{own / whole:.1%}" if whole else "")
+    table = Table("", "whole model", *(f"LoRA, rank {rank}, sync={sync}" for sync in LoraSync))
+    for figure in found["whole"]:
+        table.add_row(figure, *(f"{of_one[figure]:,.4g}" for of_one in found.values()))
     Console().print(table)
 
 
@@ -81,9 +81,6 @@ def measured(model: Path, lora: LoraConfig, steps: int) -> dict[str, float]:
         "optimiser state, bytes": sum(tensor.nbytes for tensor in held) - trained,
         "checkpoint, bytes": saved,
         "sync, bytes": sum(exported.values()),
-        "sync of adapters alone, bytes": sum(
-            nbytes for name, nbytes in exported.items() if name.startswith(ADAPTER_PREFIX)
-        ),
         "optimiser step, s": median(step_s[1:]),
         "gathering of an export, s": median(export_s[1:]),
     }

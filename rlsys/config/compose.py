@@ -114,7 +114,7 @@ _TAKEN: dict[type, tuple[type, ...]] = {
 """Schema type -> YAML types that convert to it."""
 _WORDS = {bool: "true or false", int: "a whole number", float: "a number", str: "text", list: "a list", dict: "a map"}
 _FREE = (
-    *("model.layers", "model.recompute", "task.train_path", "task.eval_path"),
+    *("model.layers", "model.lora.sync", "model.recompute", "task.train_path", "task.eval_path"),
     *(f"{group}.timeout_s" for group in ("algorithm.advantage", "algorithm.policy_loss", "algorithm.kl_estimator")),
     "trainer.schedule.timeout_s",
     *(f"algorithm.teacher.{name}" for name in ("timeout_s", "retries", "max_concurrent", "token_env")),

@@ -67,6 +67,9 @@ machine. `broadcast`: A process group of the actor's first rank and all receiver
 several machines. `disk`: Files in the run's folder; several machines need a shared `output_dir`. `ipc`: GPU memory of
 one machine (CUDA IPC), without a copy through host memory unless an engine is asleep."""
 
+LoraSync = StrEnum("LoraSync", ["merged", "adapters"])
+"""Content of a weight version on its way to the engines."""
+
 Packing = StrEnum("Packing", ["packed", "padded"])
 """Layout of sequences in a micro-batch. `packed`: One after the other, without padding. `padded`: Sequences of similar
 length, padded to one rectangle."""
@@ -95,6 +98,10 @@ class LoraConfig:
     targets: list[str] | None = None
     """Linear layers with adapters, by the last part of their Hugging Face names, such as [q_proj, v_proj]; null is every
     linear layer of attention and MLP. Experts cannot have adapters."""
+    sync: LoraSync = LoraSync.merged
+    """What the actor sends to the engines at each weight version. `merged`: Every weight of the model, with the adapters
+    merged into it. `adapters`: The adapters alone; the process of each engine merges them into the frozen weights, which
+    it reads from `model.path`."""
 
 
 @dataclass

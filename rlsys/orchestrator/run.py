@@ -29,7 +29,7 @@ from rlsys.cluster.runtime import RayWatch, answer
 from rlsys.cluster.worker_group import RankDied, RankLost, WorkerGroup
 from rlsys.config.derived import max_staleness, moves_reference, scores_with_policy, train_files
 from rlsys.config.problems import algorithm_notes
-from rlsys.config.schema import Mode, Packing, RunConfig
+from rlsys.config.schema import LoraSync, Mode, Packing, RunConfig
 from rlsys.data.prompt_source import PromptSource, training_questions
 from rlsys.data.trajectory import Group, MaskOf, trained_tokens, value_mask
 from rlsys.errors import RunError, UserError
@@ -638,8 +638,9 @@ def _weight_sync(config: RunConfig, log: RunLogger, groups: Groups, pipeline: Ro
     """
     immediate = [groups.inference] if groups.inference and scores_with_policy(config.algorithm) else []
     colocated = config.cluster.mode is Mode.colocated
-    # Another layout may round merged adapters differently, so the inference group does not send a policy that has them.
-    copies = immediate[0].workers if immediate and not config.model.lora.rank else None
+    # Another layout may round merged adapters differently, so the inference group does not send them.
+    merged = config.model.lora.rank > 0 and config.model.lora.sync is LoraSync.merged
+    copies = immediate[0].workers if immediate and not merged else None
     return WeightSync(
         groups.actor.workers,
         [groups.engines],

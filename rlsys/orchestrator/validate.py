@@ -58,6 +58,7 @@ from rlsys.config.schema import (
     CriticConfig,
     Device,
     GatewayAgent,
+    LoraSync,
     Mode,
     MuonConfig,
     OnUpdate,
@@ -188,6 +189,11 @@ def _layout(config: RunConfig) -> Iterator[Problem]:
         return
     if config.model.lora.rank > 0:
         yield from _refused(lambda: adapter_rules(architecture, config.model.lora))
+    elif config.model.lora.sync is LoraSync.adapters:
+        yield Problem.of(
+            "model.lora.sync=adapters sends adapters alone, but with model.lora.rank=0 the whole model is trained: set "
+            "the rank, or sync=merged."
+        )
     if config.algorithm.router_replay is RouterReplay.r3 and not architecture.experts:
         yield Problem(
             "algorithm.router_replay",

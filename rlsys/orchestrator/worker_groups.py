@@ -184,6 +184,7 @@ def _rollout_worker(config: RunConfig, seed: int) -> Any:
         sampled_answers=config.compat.sampled_validation,
         family=config.model.family,
         returns_routes=config.algorithm.router_replay is RouterReplay.r3,
+        lora=config.model.lora,
     )
 
 

@@ -10,7 +10,8 @@ Contract of a driver:
 - `finish_update` activates the staged weights: it pauses generation, loads and verifies the weights, and resumes
   generation. Requests in flight keep their tokens, or end before the pause if the engine cannot continue them under
   other weights; new requests wait. Each token has the version that sampled it, and its log-prob is under that version.
-- `finish_update` succeeds only if every tensor that the engine reports has the hash of the received tensor.
+- `finish_update` succeeds only if every tensor that the engine reports has the hash of the received tensor, or with
+  `model.lora.sync=adapters` of the tensor that `AdapterMerger` has computed from the received adapters.
 - After a failed update, requests in flight and later requests raise the reason, until another update succeeds.
 - If a process of the engine dies, every call raises EngineDied.
 - A sleeping engine neither generates nor activates weights. It stages buckets in host memory, because other worker
@@ -40,6 +41,8 @@ from rlsys.config.schema import (
     CustomEngine,
     Device,
     EngineConfig,
+    LoraConfig,
+    LoraSync,
     OnUpdate,
     RolloutConfig,
     SearchConfig,
@@ -65,7 +68,7 @@ from rlsys.rollout.agent.recorder import (
 from rlsys.rollout.agent.tokens import Codec, EpisodeProgress
 from rlsys.rollout.interface import EngineError, EngineSetup
 from rlsys.rollout.kinds import open_engine
-from rlsys.rollout.staging import StagedVersion
+from rlsys.rollout.staging import AdapterMerger, StagedVersion
 from rlsys.rollout.tools.search_tool import for_run, open_tool, search_metrics
 from rlsys.weights.transport import (
     Bucket,
@@ -120,9 +123,11 @@ class EngineDriver:
         architecture: Architecture | None = None,
         *,
         returns_routes: bool = False,
+        merger: AdapterMerger | None = None,
     ) -> None:
         """`memory_saver` makes `sleep` free device memory; it has no effect on a CPU. `architecture` is None for an
-        engine that gets no other weights. `returns_routes` is a field of `EngineSetup`."""
+        engine that gets no other weights. `returns_routes` is a field of `EngineSetup`. `merger` is set if versions are
+        adapters alone."""
         kind = f" {config.kind}" if isinstance(config, CustomEngine) else ""
         self._name = f"The engine{kind} on {model_path}"
         self._asleep_reason = f"{self._name} is asleep: wake it first."
@@ -133,7 +138,7 @@ class EngineDriver:
         setup = EngineSetup(
             model_path, model, eos_id, device, config, seed, self.frees_memory, architecture, returns_routes
         )
-        self._engine = open_engine(setup)
+        self._engine, self._merger = open_engine(setup), merger
         longest: int = model.max_position_embeddings
         self._context_tokens = min(longest, self._engine.max_context or longest)
         self._liveness: Liveness | None = None
@@ -227,7 +232,7 @@ class EngineDriver:
                 f"The update to version {version} began during another weight switch: finish that one first."
             )
         with self._naming():
-            self._update = StagedVersion(version, self._engine.weight_check())
+            self._update = StagedVersion(version, self._engine.weight_check(), self._merger)
         self._update_began = perf_counter()
 
     async def load_bucket(self, bucket: Bucket, to_host: bool = False) -> None:
@@ -419,6 +424,8 @@ class EngineDriver:
 
     async def _switch(self, update: StagedVersion) -> None:
         """Load the staged weights and verify the loaded tensors."""
+        if self._merger is not None:
+            self._merger.loaded = False
         await self._update_call(self._engine.begin_update(update.version))
         for bucket in update.pop_buckets():
             await self._update_call(self._engine.load_bucket(bucket))
@@ -431,6 +438,8 @@ class EngineDriver:
                 f"{len(wrong)} of its tensors differ from those sent, first {wrong[0]}; "
                 f"version {update.version} is not used"
             )
+        if self._merger is not None:
+            self._merger.loaded = True
 
     async def _sound(
         self, call: Coroutine[Any, Any, Generation], sampling: TurnSampling, input_tokens: int
@@ -619,16 +628,26 @@ class RolloutWorker:
         sampled_answers: bool = False,
         family: str | None = None,
         returns_routes: bool = False,
+        lora: LoraConfig | None = None,
     ) -> None:
         """`memory_saver` makes `sleep` free device memory; `sampled_answers` makes `answer` sample as in training;
-        `family` is the value of `model.family`; `returns_routes` records the experts of each token of a rollout."""
+        `family` is the value of `model.family`; `returns_routes` records the experts of each token of a rollout; `lora`
+        are the adapters of the policy."""
         self._sampled_answers = sampled_answers
         self._rollout = rollout
         self._on_update = on_update
         self._search = open_tool(search) if search.enabled else None
         architecture = read_architecture(model_path, family, weights_only=True)
+        alone = lora is not None and lora.rank > 0 and lora.sync is LoraSync.adapters
         self.engine = EngineDriver(
-            model_path, rollout.engine, device, seed, memory_saver, architecture, returns_routes=returns_routes
+            model_path,
+            rollout.engine,
+            device,
+            seed,
+            memory_saver,
+            architecture,
+            returns_routes=returns_routes,
+            merger=AdapterMerger(model_path, architecture, lora) if lora is not None and alone else None,
         )
         self._routes_from = 0 if returns_routes else None
         self.engine.require_room(task)

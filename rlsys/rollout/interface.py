@@ -169,7 +169,11 @@ class RolloutEngine(ABC):
 
     @abstractmethod
     async def load_bucket(self, bucket: Bucket) -> None:
-        """Load the tensors of a bucket; the bucket is freed on return."""
+        """Load the tensors of a bucket; the bucket is freed on return.
+
+        A version may lack tensors, which then stay as they are: with model.lora.sync=adapters, an update that follows a
+        verified one has only the layers that adapters change.
+        """
 
     @abstractmethod
     async def finish_update(self) -> None:

@@ -27,7 +27,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from megatron.core.distributed import finalize_model_grads
 from numpy.typing import NDArray
 from torch import Tensor
@@ -65,7 +64,7 @@ from rlsys.trainer.model.stage_model import PolicyModel, StageModel, ValueModel
 from rlsys.trainer.offload import OffloadStats, gradient_buffers
 from rlsys.trainer.optimizer import Optimizer, begin_sums, learning_rate, wrap
 from rlsys.weights.checkpoint import sharded
-from rlsys.weights.checkpoint.adapters import BaseModel, check_adapters, described
+from rlsys.weights.checkpoint.adapters import check_adapters, described
 from rlsys.weights.checkpoint.sharded import CheckpointContent, restore_generators
 from rlsys.weights.checkpoint.store import CheckpointInfo, read_checkpoint_info
 from rlsys.weights.transport import Sender
@@ -281,8 +280,6 @@ class Actor(Learner, WeightSender):
         self._policy = PolicyModel(architecture, model, parallel, coords)
         super().__init__("The actor", self._policy, optimizer, total_steps, scratch)
         self._objective, self._seed = objective, seed
-        self._base: BaseModel | None = None
-        """Frozen model beside the adapters; None without adapters, or until it is loaded."""
         self._reference: ReferencePolicy | BaseReference | None = None
         plan = objective.reference
         if plan is not None and self._policy.lora is not None and plan.teacher is None:
@@ -313,9 +310,6 @@ class Actor(Learner, WeightSender):
         """See `Learner`. Adapters get their initial values, with which they change nothing."""
         if self._policy.lora is not None:
             self._policy.reset_adapters(self._seed)
-            found = [BaseModel.of(path) if self.coords.rank == 0 else None]
-            dist.broadcast_object_list(found, src=0)
-            self._base = found[0]
         super().load_hf(path)
 
     def device_name(self) -> str:
@@ -371,9 +365,9 @@ class Actor(Learner, WeightSender):
         lora = self._policy.lora
         if lora is None:
             return None
-        if self._base is None:
+        if self._policy.base is None:
             raise RuntimeError("Adapters have no base: call load_hf first.")
-        return described(lora, self._policy.architecture, self._base)
+        return described(lora, self._policy.architecture, self._policy.base)
 
     def _check(self, batch: MicroBatch) -> None:
         if batch.old_logprobs is None and not self._objective.own_old:

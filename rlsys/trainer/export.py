@@ -35,6 +35,7 @@ from rlsys.config.schema import SyncMode
 from rlsys.errors import RunError, UserError
 from rlsys.trainer.mesh import MeshCoordinates
 from rlsys.trainer.model.stage_model import PolicyModel, StageModel, ValueModel
+from rlsys.weights.checkpoint.adapters import BaseModel
 from rlsys.weights.hf_io import HfReader, check_repeated
 from rlsys.weights.transport import (
     Bucket,
@@ -108,17 +109,21 @@ def load_hf(model: StageModel, path: str | Path) -> None:
     loader = shard_loader(model, parameters)
     for name in loader.missing():
         loader.feed(name, reader.get(name))
+    if model.lora is not None:
+        found = [BaseModel.of(path) if model.coords.rank == 0 else None]
+        dist.broadcast_object_list(found, src=0)
+        model.base = found[0]
 
 
 def export_plan(model: PolicyModel, bucket_bytes: int) -> list[list[Entry]]:
     """Return the stage's exported parameters, in order, as one list per bucket of at most `bucket_bytes`.
 
-    A parameter larger than a bucket gets its own list.
+    With `model.lora.sync=adapters` they are those of the adapters. A parameter larger than a bucket gets its own list.
     """
     itemsize = model.config.params_dtype.itemsize
     entries = [
         entry
-        for entry in model.weights.entries()
+        for entry in (() if model.sent_beside else model.weights.entries())
         # Include all experts of the stage's layers, whichever rank of the stage holds them.
         if entry.name in model.exported or (entry.expert is not None and entry.layer in model.layers)
     ]
@@ -292,7 +297,7 @@ class Export:
     @property
     def digest(self) -> str:
         """Digest of all tensors whose handles `next` returned; covers the whole export on rank 0 only."""
-        return digest(self._checksums)
+        return digest(self._checksums, self._model.sent_beside)
 
     def _plan(self) -> Iterator[tuple[int, list[Entry]]]:
         """Return (stage, parameters) for each bucket of the model; parameters are empty for buckets of other stages."""

@@ -411,7 +411,7 @@ class LogProbWorker(MegatronWorker, WeightSender):
         missing = update.missing()
         if missing:
             raise ChecksumError(f"Version {version} lacks {len(missing)} tensors, the first is {missing[0]}.")
-        received = digest(self._checksums)
+        received = digest(self._checksums, "" if self._policy is None else self._policy.sent_beside)
         if received != expected:
             raise ChecksumError(f"Version {version} has digest {received}, but the actor sent {expected}.")
         self.version = version

@@ -14,7 +14,7 @@ same on every rank. Rows of parts that are no targets are zero.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from rlsys.config.schema import LoraConfig
@@ -32,6 +32,13 @@ _KEY = "model.lora.targets"
 def merged(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
     """Return W + scale B A, computed in float32 and rounded once to the dtype of `weight`."""
     return (weight.float() + scale * (b.float() @ a.float())).to(weight.dtype)
+
+
+def merged_parts(
+    parts: Iterable[tuple[str, Tensor]], adapter: Mapping[str, tuple[Tensor, Tensor]], scale: float
+) -> list[tuple[str, Tensor]]:
+    """Return named weights, each merged with its A and B if `adapter` has them under its name."""
+    return [(name, merged(weight, *adapter[name], scale) if name in adapter else weight) for name, weight in parts]
 
 
 def is_target(hf: str, lora: LoraConfig) -> bool:

@@ -107,7 +107,7 @@ class TensorRecord:
 
     @property
     def of_adapter(self) -> bool:
-        """True for a tensor of an adapter (LoRA), which an engine does not hold: its weights have it merged into them."""
+        """True for a tensor of an adapter (LoRA), which an engine never holds: its weights have it merged into them."""
         return self.name.startswith(ADAPTER_PREFIX)
 
 
@@ -147,9 +147,12 @@ def checksum(name: str, tensor: Tensor) -> str:
     return _joined_hash(name, tensor, (xxhash.xxh3_128_digest(piece.data) for piece in _pieces(bytes_of(tensor))))
 
 
-def digest(checksums: Mapping[str, str]) -> str:
-    """Return the hash of a whole version, given the checksum of each tensor by name; their order does not matter."""
-    total = xxhash.xxh3_128()
+def digest(checksums: Mapping[str, str], base: str = "") -> str:
+    """Return the hash of a whole version, given the checksum of each tensor by name; their order does not matter.
+
+    `base` is the digest of the frozen model, if the version is adapters alone.
+    """
+    total = xxhash.xxh3_128(base.encode())
     for name in sorted(checksums):
         total.update(f"{name}={checksums[name]};".encode())
     return total.hexdigest()

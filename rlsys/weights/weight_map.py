@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 ADAPTER_PREFIX = "base_model.model."
-"""Start of PEFT's names of an adapter's tensors, under which they travel beside the weights that they are merged into."""
+"""Start of PEFT's names of an adapter's tensors, under which they travel, alone or beside the merged weights."""
 VOCAB_MULTIPLE = 128
 """Megatron's vocabulary is padded to a multiple of this number, so most TP sizes give the same shape."""
 _HEADS = ("logits", "values")

@@ -52,6 +52,7 @@ SPOILT: dict[str, dict[str, tuple[str, Code]]] = {
         "algorithm.old_logprobs=engine": ("algorithm.old_logprobs", "conflict"),
         "algorithm.kl_estimator=k1": ("algorithm", "conflict"),
         "task.max_total_tokens=100": ("task.max_total_tokens", "conflict"),
+        "model.lora.sync=adapters": ("model.lora.sync", "conflict"),
         "task.tags.answer=search": ("task.tags", "conflict"),
         "eval.temperature=1|compat.sampled_validation=true": ("eval.temperature", "conflict"),
         "actor.optimizer.min_lr=1": ("actor.optimizer.min_lr", "conflict"),

@@ -39,8 +39,8 @@ def raw(tensor: Tensor) -> tuple[str, tuple[int, ...], bytes]:
     return str(tensor.dtype), tuple(tensor.shape), flat.numpy().tobytes()
 
 
-def digest_of(buckets: Iterable[Bucket]) -> str:
-    return digest({record.name: record.checksum for bucket in buckets for record in bucket.records})
+def digest_of(buckets: Iterable[Bucket], base: str = "") -> str:
+    return digest({record.name: record.checksum for bucket in buckets for record in bucket.records}, base)
 
 
 @torch.no_grad()

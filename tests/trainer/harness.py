@@ -67,8 +67,8 @@ def shared_memory(rank: int, bucket_bytes: int) -> TransportSpec:
     return TransportSpec(SyncMode.tensor, rank, members, bucket_bytes, 120.0, Device.cpu, None, "")
 
 
-def export(worker: WeightSender, bucket_bytes: int) -> list[Bucket]:
-    """Return all exported buckets on rank 0, none elsewhere.
+def export(worker: WeightSender, bucket_bytes: int, base: str = "") -> list[Bucket]:
+    """Return all exported buckets on rank 0, none elsewhere; `base` is a part of their digest.
 
     Like the driver, ask for the next bucket once all ranks have answered.
     """
@@ -83,7 +83,7 @@ def export(worker: WeightSender, bucket_bytes: int) -> list[Bucket]:
         done = [handle is None]
         dist.broadcast_object_list(done, src=0)
         if done[0]:
-            assert not first or running.digest == digest_of(buckets)
+            assert not first or running.digest == digest_of(buckets, base)
             return buckets
         if handle is not None and sender is not None:
             bucket = receiver.receive(handle)

@@ -4,6 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
@@ -15,7 +16,8 @@ from rlsys.trainer.batches import MicroBatch
 from rlsys.trainer.export import update_loader
 from rlsys.trainer.forward import context_shares, forward
 from rlsys.trainer.log_prob import LogProbWorker, ReferencePlan
-from rlsys.weights.transport import Bucket, unpack
+from rlsys.weights.checkpoint.adapters import BaseModel
+from rlsys.weights.transport import Bucket, ChecksumError, unpack
 from rlsys.weights.weight_map import Cut
 from tests.support.megatron_processes import Group
 from tests.support.tensors import digest_of
@@ -65,7 +67,7 @@ def train_and_score(group: Group, layout: Layout, lora: LoraConfig, model: Path,
     results["state"] = sum(tensor.numel() for state in actor._optimizer._members for tensor in _moments(state))
     results["trainable"] = sum(one.numel() for one in actor._policy.trainable.values())
     buckets = export(actor, 50_000)
-    results["trained"] = {record.name: tensor.clone() for bucket in buckets for record, tensor in unpack(bucket)}
+    results["trained"] = tensors_in(buckets)
     box: list[Any] = [buckets, digest_of(buckets)]
     dist.broadcast_object_list(box, src=0)
     results |= _scored(group, layout, local_model(model, recompute=layout.recompute, lora=lora), *box)
@@ -88,6 +90,38 @@ def _scored(group: Group, layout: Layout, model: ModelConfig, buckets: list[Buck
         worker.take_bucket(bucket)
     worker.finish_update(1, digest)
     return results | {"after": worker.compute(probe)}
+
+
+def sent_alone(group: Group, layout: Layout, lora: LoraConfig, models: list[Path], adapters: Path) -> dict[str, Any]:
+    """Tensors of versions that are adapters alone: as the actor sends them, and as the inference group does.
+
+    The second of `models` has other weights; an inference group beside it must refuse the version.
+    """
+    actor = make_actor(group, models[0], layout.parallel, lora=lora)
+    actor.load_hf(models[0])
+    load_adapters(actor, adapters)
+    digest = BaseModel.of(models[0]).digest
+    buckets = export(actor, 8_000, digest)
+    box: list[Any] = [buckets, digest_of(buckets, digest)]
+    dist.broadcast_object_list(box, src=0)
+    results: dict[str, Any] = {"actor": tensors_in(buckets)}
+    for model in models:
+        worker = LogProbWorker(group.meet(), local_model(model, lora=lora), layout.parallel, 1.0, 1, FIXED)
+        worker.begin_update()
+        for bucket in box[0]:
+            worker.take_bucket(bucket)
+        if model == models[0]:
+            worker.finish_update(1, box[1])
+            worker._exports_policy = True
+            results["inference"] = tensors_in(export(worker, 8_000, digest))
+        else:
+            with pytest.raises(ChecksumError):
+                worker.finish_update(1, box[1])
+    return results
+
+
+def tensors_in(buckets: list[Bucket]) -> dict[str, Tensor]:
+    return {record.name: tensor.clone() for bucket in buckets for record, tensor in unpack(bucket)}
 
 
 def logits_and_gradients(

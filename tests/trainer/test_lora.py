@@ -10,13 +10,22 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlsys.config.schema import LoraConfig
+from rlsys.config.schema import LoraConfig, LoraSync
 from rlsys.trainer.batches import MicroBatch
 from rlsys.weights.weight_map import ADAPTER_PREFIX
 from tests.support.megatron_processes import on_ranks
 from tests.trainer import reference
 from tests.trainer.harness import Layout
-from tests.trainer.lora_groups import OPTIMIZER, RATES, STEPS, dropped, logits_and_gradients, mine, train_and_score
+from tests.trainer.lora_groups import (
+    OPTIMIZER,
+    RATES,
+    STEPS,
+    dropped,
+    logits_and_gradients,
+    mine,
+    sent_alone,
+    train_and_score,
+)
 
 LORA = LoraConfig(rank=5, alpha=7.0)
 SOME = replace(LORA, targets=["q_proj", "v_proj", "up_proj", "o_proj"])
@@ -150,6 +159,25 @@ def test_logits_and_gradients_equal_peft(tmp_path: Path) -> None:
         ours = found["gradients"][name.replace(".default", "")]
         assert (ours - gradient).norm() < 1e-4 * gradient.norm() + 1e-7, name
     assert not found["frozen with a gradient"]
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [Layout(), pytest.param(Layout(tp=2, pp=2, pp_layers=(2, 1), sequence_parallel=True), marks=pytest.mark.slow)],
+)
+def test_with_sync_adapters_alone_are_sent_by_the_actor_and_by_the_inference_group(
+    layout: Layout, tmp_path: Path
+) -> None:
+    """The engine of a test in tests/rollout merges them. Their digest depends on the frozen model."""
+    alone = replace(SOME, sync=LoraSync.adapters)
+    shape = reference.TINY["qwen2"]()
+    models = [reference.make_model(shape, tmp_path / str(seed), seed=seed) for seed in (1, 2)]
+    theirs = peft.get_peft_model_state_dict(adapted(models[0], alone, tmp_path / "adapters"))
+    found = on_ranks(sent_alone, layout.processes, layout, alone, models, tmp_path / "adapters")[0]
+    for sent in (found["actor"], found["inference"]):
+        assert all(name.startswith(ADAPTER_PREFIX) for name in sent)
+        assert all(torch.equal(sent[name], tensor) for name, tensor in theirs.items())
+        assert not any(tensor.any() for name, tensor in sent.items() if name not in theirs)
 
 
 def test_dropout_changes_each_output_but_not_its_mean(tmp_path: Path) -> None:

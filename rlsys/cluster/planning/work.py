@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from math import inf
+from math import inf, prod
 
 from rlsys.cluster.planning.hardware import DEVICE, REACHED, SPEEDS, Reached
 from rlsys.cluster.planning.memory import (
@@ -22,8 +22,9 @@ from rlsys.cluster.planning.memory import (
 )
 from rlsys.cluster.planning.placement import CRITIC, Ranks, parse_placement
 from rlsys.config.derived import backward_passes, has_critic, megatron_groups, of_teacher, scoring_forwards
-from rlsys.config.schema import Mode, ParallelConfig, RunConfig, SyncMode
+from rlsys.config.schema import LoraSync, Mode, ParallelConfig, RunConfig, SyncMode
 from rlsys.weights.flops import Flops, flops_of
+from rlsys.weights.lora import adapter_rules
 from rlsys.weights.weight_map import Architecture, read_architecture
 
 OPTIMIZER_BYTES = 34
@@ -292,7 +293,10 @@ class HardwareCosts:
     def sync(self) -> SyncCosts:
         """Return the costs of a weight sync, whose bytes pass through the sender's first rank."""
         config, speed, share = self.config, self.speed, self.reached.sync_link
-        nbytes = self.parameters * BYTES[config.rollout.engine.dtype]
+        item, lora, sent = BYTES[config.rollout.engine.dtype], config.model.lora, self.parameters
+        if lora.rank and lora.sync is LoraSync.adapters:
+            shapes = (shape for rule in adapter_rules(self.model, lora) for shape in rule.shapes)
+            sent = self.model.layers * sum(map(prod, shapes))
         actor, rollout = self.ranks["actor"], self.ranks["rollout"]
         inside = self.link((*actor, *rollout), len(actor) + len(rollout)) > speed.network * self.reached.link
         host = config.cluster.sync_mode in (SyncMode.tensor, SyncMode.disk)
@@ -301,11 +305,11 @@ class HardwareCosts:
         scores = config.cluster.mode is Mode.disaggregated and "inference" in self.ranks
         staged = speed.host if host else speed.memory / 2
         return SyncCosts(
-            nbytes=nbytes,
+            nbytes=sent * item,
             gather_s=(len(actor) - 1) / len(actor) / gather,
             engine_s=1 / wire,
             inference_s=1 / wire if scores else 0.0,
-            activate_s=nbytes / config.rollout.engine.tp / (staged * share),
+            activate_s=self.parameters * item / config.rollout.engine.tp / (staged * share),
         )
 
     def switches(self) -> dict[str, tuple[float, float]]:

@@ -20,7 +20,7 @@ Parameters are identified by canonical names (`rlsys.weights.weight_map`), which
 
 In a model with adapters (`model.lora`), `trainable` and `updated` are the adapters alone, and they alone are saved.
 `exported` are the weights with the adapters merged into them, and the adapters: the engines load the former, the
-inference group the latter.
+inference group the latter. With `model.lora.sync=adapters` only the adapters are sent, and engines merge them themselves.
 
 `rlsys.trainer.export` loads and exports weights.
 """
@@ -42,7 +42,7 @@ from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 from torch.nn.functional import linear
 
-from rlsys.config.schema import Layers, ModelConfig, ParallelConfig
+from rlsys.config.schema import Layers, LoraSync, ModelConfig, ParallelConfig
 from rlsys.errors import UserError
 from rlsys.observe.environment import detect
 from rlsys.trainer.mesh import MeshCoordinates
@@ -59,6 +59,7 @@ from rlsys.trainer.model.layers import (
 from rlsys.trainer.model.logprobs import VocabShard
 from rlsys.trainer.model.lora import Adapter, TensorParallel, adapt
 from rlsys.weights.checkpoint import sharded
+from rlsys.weights.checkpoint.adapters import BaseModel
 from rlsys.weights.lora import A, B, adapter_map, weight_of
 from rlsys.weights.weight_map import (
     Architecture,
@@ -229,6 +230,8 @@ class StageModel:
         self.adapter_weights: WeightMap | None = None
         """Map of the adapters' tensors; None without adapters."""
         self.adapter_entries: list[Entry] = []
+        self.base: BaseModel | None = None
+        """Frozen model beside the adapters; None without adapters, or until it is loaded."""
         if self.lora is None:
             return
         self.adapter_weights = weights = adapter_map(self.architecture, self.lora)
@@ -262,6 +265,15 @@ class StageModel:
         finally:
             for adapter in self.adapters.values():
                 adapter.on = True
+
+    @property
+    def sent_beside(self) -> str:
+        """Digest of the frozen model if versions of this model are sent as adapters alone, else empty."""
+        if self.lora is None or self.lora.sync is not LoraSync.adapters:
+            return ""
+        if self.base is None:
+            raise RuntimeError("The adapters have no base: load the weights at model.path first.")
+        return self.base.digest
 
     @property
     def trainable(self) -> dict[str, torch.nn.Parameter]:

@@ -19,7 +19,7 @@ from rlsys.errors import UserError
 from rlsys.weights.checkpoint.megatron_reader import MegatronCheckpoint
 from rlsys.weights.checkpoint.store import CheckpointInfo, is_complete, read_checkpoint_info
 from rlsys.weights.hf_io import HfReader, check_repeated
-from rlsys.weights.lora import A, B, adapter_map, is_target, merged, peft_name, target_modules
+from rlsys.weights.lora import A, B, adapter_map, is_target, merged_parts, peft_name, target_modules
 from rlsys.weights.transport import checksum, digest
 from rlsys.weights.weight_map import Architecture, Entry, WeightMap
 
@@ -37,15 +37,18 @@ class BaseModel:
     @classmethod
     def of(cls, path: str | Path) -> BaseModel:
         """Read all tensors of a Hugging Face folder. Raises UserError if it cannot be read."""
-        reader = HfReader(path)
-        return cls(
-            str(Path(path).resolve()), digest({name: checksum(name, reader.get(name)) for name in reader.names()})
-        )
+        return cls(str(Path(path).resolve()), digest(checksums_in(HfReader(path))))
+
+
+def checksums_in(reader: HfReader) -> dict[str, str]:
+    """Return the checksum of every tensor of a Hugging Face folder, by name; reads all of them."""
+    return {name: checksum(name, reader.get(name)) for name in reader.names()}
 
 
 def described(lora: LoraConfig, architecture: Architecture, base: BaseModel) -> dict[str, Any]:
-    """Return `CheckpointInfo.adapters` for adapters with the settings `lora`."""
-    return {**asdict(lora), "targets": target_modules(architecture, lora), _BASE: asdict(base)}
+    """Return `CheckpointInfo.adapters` for adapters with the settings `lora`; how they are sent is no part of it."""
+    settings = {"rank": lora.rank, "alpha": lora.alpha, "dropout": lora.dropout}
+    return settings | {"targets": target_modules(architecture, lora), _BASE: asdict(base)}
 
 
 def check_adapters(folder: str | Path, info: CheckpointInfo, wanted: Mapping[str, Any] | None) -> None:
@@ -124,16 +127,8 @@ class MergedCheckpoint(MegatronCheckpoint):
 
     def parts(self, entry: Entry, weights: WeightMap) -> list[tuple[str, Tensor]]:  # noqa: ARG002
         """See `MegatronCheckpoint`."""
-        found = [(name, self._reader.get(name)) for name in entry.hf]
-        adapter = self.adapter(entry)
-        scale = self.lora.alpha / self.lora.rank
-        parts = []
-        for name, weight in found:
-            if name in adapter:
-                a, b = adapter[name]
-                weight = merged(weight, a, b, scale)
-            parts.append((name, weight))
-        return parts
+        found = ((name, self._reader.get(name)) for name in entry.hf)
+        return merged_parts(found, self.adapter(entry), self.lora.alpha / self.lora.rank)
 
     def adapter(self, entry: Entry) -> dict[str, tuple[Tensor, Tensor]]:
         """Return A and B of each Hugging Face weight of `entry` that has an adapter, by its name."""
