@@ -194,22 +194,7 @@ def _layout(config: RunConfig) -> Iterator[Problem]:
             "model.lora.sync=adapters sends adapters alone, but with model.lora.rank=0 the whole model is trained: set "
             "the rank, or sync=merged."
         )
-    if config.algorithm.router_replay is RouterReplay.r3 and not architecture.experts:
-        yield Problem(
-            "algorithm.router_replay",
-            f"algorithm.router_replay=r3 replays the choice of experts, and model.path={config.model.path} is a dense "
-            "model: set it to none.",
-            "mismatch",
-        )
-    elif config.algorithm.router_replay is RouterReplay.r3 and (
-        architecture.dense_layers or architecture.shared_experts
-    ):
-        yield Problem(
-            "algorithm.router_replay",
-            f"algorithm.router_replay=r3 is not built for models with shared experts or a few dense layers, as "
-            f"model.path={config.model.path} has: set it to none.",
-            "unsupported",
-        )
+    yield from _routing(config, architecture)
     for group, settings in megatron_groups(config).items():
         yield from parallel_problems(group, settings.parallel, len(ranks[group]), architecture)
         yield from context_problems(config, group, architecture)
@@ -230,6 +215,23 @@ def _layout(config: RunConfig) -> Iterator[Problem]:
             f"cluster.sync_bucket_bytes={config.cluster.sync_bucket_bytes} is below the {largest} bytes of the model's "
             f"largest tensor: raise it to at least {largest}.",
             "mismatch",
+        )
+
+
+def _routing(config: RunConfig, policy: Architecture) -> Iterator[Problem]:
+    """Yield why the routing of `policy` cannot be replayed, if the run would replay it."""
+    key, name = "algorithm.router_replay", f"model.path={config.model.path}"
+    if config.algorithm.router_replay is not RouterReplay.r3:
+        return
+    if not policy.experts:
+        yield Problem(
+            key, f"{key}=r3 replays the choice of experts, and {name} is a dense model: set it to none.", "mismatch"
+        )
+    elif policy.dense_layers or policy.shared_experts:
+        yield Problem(
+            key,
+            f"{key}=r3 is not supported for models with shared experts or a few dense layers, as {name} has: set it to none.",
+            "unsupported",
         )
 
 
