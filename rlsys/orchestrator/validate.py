@@ -33,6 +33,7 @@ from rlsys.config.algorithm import Credit, OldLogprobs, ReturnsAdvantage, Router
 from rlsys.config.bounds import out_of_range
 from rlsys.config.derived import (
     asks_teacher,
+    chosen_layers,
     full_kl,
     has_critic,
     heldout_files,
@@ -58,6 +59,7 @@ from rlsys.config.schema import (
     CriticConfig,
     Device,
     GatewayAgent,
+    Layers,
     LoraSync,
     Mode,
     MuonConfig,
@@ -187,6 +189,7 @@ def _layout(config: RunConfig) -> Iterator[Problem]:
     except UserError as problem:
         yield Problem("model.path", str(problem), problem.code)
         return
+    yield from _sinks(config, architecture)
     if config.model.lora.rank > 0:
         yield from _refused(lambda: adapter_rules(architecture, config.model.lora))
     elif config.model.lora.sync is LoraSync.adapters:
@@ -251,6 +254,7 @@ def _teacher(config: RunConfig, ranks: Ranks, policy: Architecture) -> Iterator[
     except UserError as problem:
         yield Problem(key, str(problem), problem.code)
         return
+    yield from _sinks(config, teacher)
     groups = megatron_groups(taught)
     for group in ("inference", *(["actor"] if sums_over_vocabulary(config.algorithm) else [])):
         own = {*parallel_problems(group, megatron_groups(config)[group].parallel, len(ranks[group]), policy)}
@@ -277,6 +281,17 @@ def _teacher(config: RunConfig, ranks: Ranks, policy: Architecture) -> Iterator[
             f"{config.algorithm.kl_estimator.kind} need {want}: choose another teacher or estimator."
         )
         yield Problem(key, sentence, "mismatch")
+
+
+def _sinks(config: RunConfig, model: Architecture) -> Iterator[Problem]:
+    """Yield a problem of a model with attention sinks, which only local layers have."""
+    if model.sinks and chosen_layers(config) is Layers.te:
+        yield Problem(
+            "model.layers",
+            f"model.layers={config.model.layers} means Transformer Engine's layers, whose attention sinks have not been "
+            f"tried, and {model.family} has them: set it to local.",
+            "unsupported",
+        )
 
 
 def _teacher_server(config: RunConfig) -> Iterator[Problem]:

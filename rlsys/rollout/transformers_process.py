@@ -16,7 +16,6 @@ import faulthandler
 import gc
 import hashlib
 import os
-import re
 import signal
 import sys
 import threading
@@ -37,10 +36,9 @@ from rlsys.components import one_line
 from rlsys.data.trajectory import Routes, routes_type
 from rlsys.errors import UserError
 from rlsys.rollout.agent.recorder import Generation, TurnSampling
-from rlsys.weights.hf_io import with_attention_scale
+from rlsys.weights.hf_io import by_expert, with_attention_scale
 from rlsys.weights.transport import Bucket, ChecksumError, TensorRecord, checksum, unpack
 
-_FUSED_EXPERTS = re.compile(r"(?P<experts>.+\.experts)\.(?P<module>gate_up_proj|down_proj)")
 Message = tuple[str, str, Any]
 """Kind (answer, error, tokens or beat), key of the call or request, and content."""
 
@@ -177,18 +175,7 @@ class Decoder:
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the model's tensors by their names in a checkpoint; transformers fuses the experts of a layer."""
-        for name, parameter in self._model.named_parameters():
-            fused = _FUSED_EXPERTS.fullmatch(name)
-            if fused is None:
-                yield name, parameter.data
-                continue
-            for number, expert in enumerate(parameter.data):
-                place = f"{fused['experts']}.{number}"
-                if fused["module"] == "down_proj":
-                    yield f"{place}.down_proj.weight", expert
-                else:
-                    gate, up = expert.chunk(2)
-                    yield from ((f"{place}.gate_proj.weight", gate), (f"{place}.up_proj.weight", up))
+        return by_expert({name: parameter.data for name, parameter in self._model.named_parameters()})
 
     def sleep(self) -> None:
         """Drop the cache; with `frees_memory`, move the model to host memory."""

@@ -18,6 +18,8 @@ A built-in family is `family/<model_type>.yaml`; `model.family` names a file of 
   - `hf`: its Hugging Face tensors, with their shapes.
   - `engine`: name of the tensor in SGLang, if SGLang fuses the Hugging Face tensors, or those of all experts, into one.
   - `engine_cut`: the cut that SGLang makes, if it is another one.
+  - `stack`: name of the one tensor of a Hugging Face folder that holds those of all experts of a layer, as in gpt-oss:
+    `rlsys.weights.hf_io` has the order. `hf` then names the parts of each expert, which the folder does not name.
   - `also`: its name under Transformer Engine, which fuses norms into the next linear layer and keeps all experts of a
     layer in one module.
   - `when`: condition for its presence: a flag of `Architecture` or its negation (`not qk_norm`), or the kind of head
@@ -48,7 +50,9 @@ _SECTIONS = ("defaults", "config", "only", "tensors")
 _KEYS = ("extends", "layer_spec", *_SECTIONS)
 _ONLY = {"values": list, "else": str, "computes": bool}
 _LAYERS = ("dense", "experts")
-_TENSOR = {"cut": str, "hf": dict} | dict.fromkeys(("engine", "engine_cut", "also", "when", "layers", "tied"), str)
+_TENSOR = {"cut": str, "hf": dict} | dict.fromkeys(
+    ("engine", "engine_cut", "stack", "also", "when", "layers", "tied"), str
+)
 _TYPES = {list: "a list", str: "text", bool: "true or false", dict: "a map"}
 
 
@@ -193,9 +197,11 @@ class _Reader:
         if own is None or not own <= {"layer", "expert"}:
             raise self._problem(where, tensor, "a name with {layer} and {expert} in place of numbers", "malformed")
         # Experts share one tensor of the engine; every other name stands for one tensor of one layer and expert.
-        shared = {"engine": own - {"expert"}} if "engine" in tensor else {}
-        for key, text in [*(("hf", one) for one in hf), *((k, tensor[k]) for k in ("also", "engine") if k in tensor)]:
-            if _numbers(text) not in (own, shared.get(key, own)):
+        alone = own - {"expert"}
+        possible = {"engine": (own, alone), "stack": (alone,) if alone != own else ()}
+        named = [*(("hf", one) for one in hf), *((k, tensor[k]) for k in ("also", "engine", "stack") if k in tensor)]
+        for key, text in named:
+            if _numbers(text) not in possible.get(key, (own,)):
                 braces = " and ".join(f"{{{one}}}" for one in sorted(own)) or "no {...}"
                 raise self._problem(f"{where}.{key}", text, f"a name with {braces}", "malformed")
 

@@ -7,6 +7,15 @@ file in one call. A written file appears under its final name only when complete
 Format (https://huggingface.co/docs/safetensors/index#format): the header length (8 bytes, little endian); the header
 (JSON that maps each tensor name to dtype, shape and [begin, end) in the data); the tensor data, row-major, without
 gaps.
+
+Some models stack the experts of a layer in one tensor. Here each expert has tensors of its own, of rows as in a linear
+layer: `gate_proj`, `up_proj` and `down_proj`. The stacks of gate and up, [experts, ...], are
+
+    in transformers 5    [gate rows below up rows, columns];
+    in gpt-oss           [columns, rows], in which the rows of gate and up alternate; beside it a stack of biases, [rows];
+    in gpt-oss, MXFP4    "blocks" [rows, columns / 32, 16] and "scales" [rows, columns / 32], the rows alternating.
+
+`from_mxfp4` makes bfloat16 of the last ones. Only the second form is written, by `stacked`.
 """
 
 from __future__ import annotations
@@ -52,9 +61,12 @@ _LENGTH_BYTES, _ALIGNMENT = 8, 8
 _HEADER_BYTES = 100_000_000  # Limit on the header, which is read whole; the library has the same limit.
 _SIZE_END = 1 << 63
 _MAX_TENSORS = 1 << 18  # Limit per folder, counting each expert: more than any model has, few enough to enumerate.
-_STACKED = re.compile(r"(.+\.experts)\.(gate_up_proj|down_proj)")
+_STACKED = re.compile(r"((.+\.experts)\.(gate_up_proj|down_proj))(_bias|_blocks|_scales)?")
 _MATRICES = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
-"""Stacked expert tensor [experts, rows, columns] of transformers 5 -> the matrices stacked along its rows."""
+"""Stack -> the matrices of an expert in it."""
+_FP4 = torch.tensor([sign * value for sign in (1, -1) for value in (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)])
+"""Number of each 4-bit code (OCP Microscaling Formats 1.0, E2M1)."""
+_BLOCK_BYTES = 16  # A block of MXFP4: 32 numbers, which share a scale.
 _POPULATE_READ = 22
 """MADV_POPULATE_READ (Linux 5.14, no Python constant): prefaults all pages at once, which is a third faster."""
 
@@ -80,6 +92,22 @@ class _Stored:
     spec: TensorSpec
     file: Path
     offset: int  # Bytes from the start of the file.
+    share: _Share | None = None  # None: the tensor is stored as it is.
+
+
+@dataclass(frozen=True, slots=True)
+class _Share:
+    """An expert's share of a stack of gpt-oss, and how its tensor lies there."""
+
+    spec: TensorSpec  # As it is stored.
+    first: int  # First row of the tensor.
+    step: int  # Distance of its rows.
+    scales: _Stored | None = None  # Of the share, if it is in MXFP4.
+
+    def tensor(self, stored: Tensor, scales: Tensor | None) -> Tensor:
+        """Return the tensor, given what is stored, and the scales of MXFP4."""
+        rows = (stored.T if scales is None and stored.dim() == 2 else stored)[self.first :: self.step]
+        return rows.contiguous() if scales is None else from_mxfp4(rows, scales[self.first :: self.step])
 
 
 def with_attention_scale(model: Any) -> Any:
@@ -133,20 +161,65 @@ class HfReader:
         Raises KeyError for an unknown name, UserError if the file has become unreadable or shorter.
         """
         stored = self._stored[name]
-        spec = stored.spec
-        if not spec.nbytes:
-            return torch.empty(spec.shape, dtype=spec.dtype)
-        try:
-            flat = map_bytes(stored.file, stored.offset, spec.nbytes)
-        except OSError as error:
-            raise unreadable(stored.file, error) from error
-        except ValueError as error:
-            raise UserError(
-                f"{stored.file} became shorter while in use: download it again.", code="malformed", key=str(stored.file)
-            ) from error
-        if stored.offset % spec.dtype.itemsize:
-            flat = flat.clone()
-        return flat.view(spec.dtype).view(spec.shape)
+        share = stored.share
+        if share is None:
+            return _mapped(stored)
+        whole = _mapped(replace(stored, spec=share.spec))
+        return share.tensor(whole, None if share.scales is None else _mapped(share.scales))
+
+
+def _mapped(stored: _Stored) -> Tensor:
+    spec = stored.spec
+    if not spec.nbytes:
+        return torch.empty(spec.shape, dtype=spec.dtype)
+    try:
+        flat = map_bytes(stored.file, stored.offset, spec.nbytes)
+    except OSError as error:
+        raise unreadable(stored.file, error) from error
+    except ValueError as error:
+        raise UserError(
+            f"{stored.file} became shorter while in use: download it again.", code="malformed", key=str(stored.file)
+        ) from error
+    if stored.offset % spec.dtype.itemsize:
+        flat = flat.clone()
+    return flat.view(spec.dtype).view(spec.shape)
+
+
+def from_mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:
+    """Return the numbers of MXFP4 `blocks` [rows, blocks, 16] and `scales` [rows, blocks], [rows, 32 blocks] bfloat16.
+
+    A byte holds two codes, the first one in its low half. Scales are powers of 2, stored as exponent + 127. All products
+    that bfloat16 can hold are exact.
+    """
+    numbers = _FP4[torch.stack((blocks & 15, blocks >> 4), dim=-1).flatten(-2).int()]
+    return torch.ldexp(numbers, scales.int()[..., None] - 127).flatten(-2).to(torch.bfloat16)
+
+
+def stacked(spec: TensorSpec, experts: Iterable[Sequence[Tensor]]) -> Tensor:
+    """Return the stack `spec` of gpt-oss, given gate and up, or down, of each expert: matrices or biases."""
+    whole = torch.empty(spec.shape, dtype=spec.dtype)
+    for own, parts in zip(whole, experts, strict=True):
+        rows = own.T if own.dim() == 2 else own
+        for first, part in enumerate(parts):
+            rows[first :: len(parts)] = part
+    return whole
+
+
+def by_expert(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors of a model of transformers, with views of stacks in place of these."""
+    for name, tensor in tensors.items():
+        stack = _STACKED.fullmatch(name)
+        if stack is None:
+            yield name, tensor
+            continue
+        parts, alternate = _MATRICES[stack[3]], f"{stack[1]}_bias" in tensors
+        kind = "bias" if stack[4] else "weight"
+        for number, own in enumerate(tensor):
+            rows = own.T if alternate and own.dim() == 2 else own
+            each = len(rows) // len(parts)
+            for place, part in enumerate(parts):
+                view = rows[place :: len(parts)] if alternate else rows[place * each : (place + 1) * each]
+                yield f"{stack[2]}.{number}.{part}.{kind}", view
 
 
 def map_bytes(file: Path, offset: int, nbytes: int) -> Tensor:
@@ -219,8 +292,9 @@ def _header(specs: Sequence[TensorSpec]) -> bytes:
 
 def _once(found: Iterable[tuple[str, _Stored]]) -> dict[str, _Stored]:
     """Return the tensors by name, with stacks of experts split. Raises UserError for a duplicate name."""
-    stored: dict[str, _Stored] = {}
-    for name, tensor in (own for item in found for own in _by_expert(*item)):
+    every, stored = list(found), dict[str, _Stored]()
+    stacks = {name: tensor for name, tensor in every if _STACKED.fullmatch(name)}
+    for name, tensor in (own for item in every for own in _experts_of(*item, stacks)):
         if name in stored:
             raise UserError(
                 f"{stored[name].file} and {tensor.file} both hold {name}, and nothing says which one is valid: move "
@@ -234,18 +308,61 @@ def _once(found: Iterable[tuple[str, _Stored]]) -> dict[str, _Stored]:
     return stored
 
 
-def _by_expert(name: str, stored: _Stored) -> Iterator[tuple[str, _Stored]]:
-    """Split a stack of experts into one (name, location) per expert matrix; yield any other tensor unchanged."""
+def _experts_of(name: str, stored: _Stored, stacks: Mapping[str, _Stored]) -> Iterator[tuple[str, _Stored]]:
+    """Split a stack of experts into one (name, location) per expert and matrix; yield any other tensor unchanged.
+
+    `stacks` are all stacks of the folder. The scales of MXFP4 are parts of its blocks.
+    """
     spec, stack = stored.spec, _STACKED.fullmatch(name)
-    matrices = _MATRICES[stack[2]] if stack else ()
-    if not stack or len(spec.shape) != 3 or not spec.nbytes or spec.shape[1] % len(matrices):
+    if stack and f"{stack[1]}_bias" in stacks:
+        yield from _alternating(stack, stored, stacks)
+        return
+    matrices = _MATRICES[stack[3]] if stack else ()
+    if not stack or stack[4] or len(spec.shape) != 3 or not spec.nbytes or spec.shape[1] % len(matrices):
         yield name, stored
         return
     experts, rows, columns = spec.shape
     for number, (expert, matrix) in enumerate(product(range(experts), matrices)):
-        part = f"{stack[1]}.{expert}.{matrix}.weight"
+        part = f"{stack[2]}.{expert}.{matrix}.weight"
         alone = TensorSpec(part, spec.dtype, (rows // len(matrices), columns))
         yield part, replace(stored, spec=alone, offset=stored.offset + number * alone.nbytes)
+
+
+def _alternating(stack: re.Match[str], stored: _Stored, stacks: Mapping[str, _Stored]) -> Iterator[tuple[str, _Stored]]:
+    """Split a stack of gpt-oss as `_experts_of`; yield it unchanged if its shape is not that of one."""
+    base, experts, name, form = stack.groups()
+    if form == "_scales" and f"{base}_blocks" in stacks:
+        return
+    scales = stacks.get(f"{base}_scales") if form == "_blocks" else None
+    shape, matrices = _expert_shape(form, stored.spec, scales.spec if scales else None), _MATRICES[name]
+    if shape is None or shape[0] % len(matrices):
+        yield stack[0], stored
+        return
+    shape = (shape[0] // len(matrices), *shape[1:])
+    dtype, kind = (stored.spec.dtype if scales is None else torch.bfloat16), "bias" if form == "_bias" else "weight"
+    for number in range(stored.spec.shape[0]):
+        own, own_scales = _of_expert(stored, number), scales and _of_expert(scales, number)
+        for first, matrix in enumerate(matrices):
+            spec = TensorSpec(f"{experts}.{number}.{matrix}.{kind}", dtype, shape)
+            yield spec.name, replace(own, spec=spec, share=_Share(own.spec, first, len(matrices), own_scales))
+
+
+def _expert_shape(form: str | None, spec: TensorSpec, scales: TensorSpec | None) -> tuple[int, ...] | None:
+    """Return [rows, columns], or [rows] of biases, of an expert in a stack of gpt-oss; None for another shape."""
+    match form, spec.shape:
+        case None, (_, columns, rows):
+            return rows, columns
+        case "_bias", (_, rows):
+            return (rows,)
+        case "_blocks", (_, rows, blocks, each) if scales is not None and each == _BLOCK_BYTES:
+            fits = scales.shape == spec.shape[:-1] and spec.dtype == scales.dtype == torch.uint8
+            return (rows, 2 * _BLOCK_BYTES * blocks) if fits else None
+    return None
+
+
+def _of_expert(stack: _Stored, number: int) -> _Stored:
+    share = TensorSpec(stack.spec.name, stack.spec.dtype, stack.spec.shape[1:])
+    return replace(stack, spec=share, offset=stack.offset + number * share.nbytes)
 
 
 def _indexed(folder: Path, index: Path) -> Iterator[tuple[str, _Stored]]:

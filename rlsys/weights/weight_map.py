@@ -14,7 +14,7 @@ from dataclasses import MISSING, dataclass, fields, replace
 from enum import Enum
 from functools import cache
 from itertools import accumulate, pairwise, starmap
-from math import lcm, prod
+from math import lcm, log, prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -56,7 +56,10 @@ class RopeScaling:
 
 @dataclass(frozen=True, slots=True)
 class YarnScaling:
-    """Rotary position scaling of DeepSeek (YaRN, arXiv:2309.00071), which Megatron's `YarnRotaryEmbedding` computes."""
+    """Rotary position scaling of YaRN (arXiv:2309.00071); `layers.inverse_frequencies` has the formula.
+
+    With MLA, Megatron's `YarnRotaryEmbedding` computes it.
+    """
 
     factor: float
     original_max_positions: int
@@ -64,6 +67,8 @@ class YarnScaling:
     beta_slow: float
     mscale: float
     mscale_all_dim: float
+    truncate: bool  # The ramp between fast and slow pairs begins and ends at whole pairs.
+    attention_factor: float  # Sine and cosine are multiplied by it.
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +113,14 @@ class Architecture:
     qk_nope_head_dim: int = 0  # With MLA, a head of queries and keys has dimensions without positions,
     qk_rope_head_dim: int = 0  # then dimensions with rotary positions, which all heads of keys share; their sum is
     v_head_dim: int = 0  # `head_dim`. Size of a head of values with MLA.
+    sinks: bool = False  # Each head has a learned score that takes a share of attention and adds no value.
+    linear_bias: bool = False  # All linear layers of a layer have biases, and its router.
+    clamped_swiglu: bool = False  # gate sigmoid(1.702 gate) (up + 1), with gate at most 7 and up between -7 and 7.
+
+    @property
+    def fuses_activation(self) -> bool:
+        """True if the MLP's activation is SiLU, which is computed in one kernel on a GPU."""
+        return not (self.gelu or self.clamped_swiglu)
 
     def padded_vocab(self, tp: int) -> int:
         """Return the number of rows of Megatron's embedding for TP size `tp`, padding included."""
@@ -128,7 +141,7 @@ _FIELDS = {field.name: _KINDS[field.type] for field in fields(Architecture) if f
 """Fields that the `config` section may set -> their type."""
 _FROM_ZERO = ("dense_layers",)
 """Fields that config.json may set to 0."""
-_SIZES = ("hidden", "head_dim", "ffn", "experts", "expert_ffn", "vocab", "q_lora_rank", "kv_lora_rank")
+_SIZES = ("hidden", "heads", "head_dim", "ffn", "experts", "expert_ffn", "vocab", "q_lora_rank", "kv_lora_rank")
 _WIDTHS = {"query": "heads", "key_value": "kv_heads"}
 """Words for sizes in the shapes of `tensors`: `_SIZES` are fields, `_WIDTHS` are fields times `head_dim`. A tensor that
 fuses several has the rows of all of them: `qkv`, `gate_up`, and those of `_MORE`."""
@@ -160,6 +173,7 @@ class Rule:
     engine: str | None = None  # SGLang's name, with the same placeholders, if it fuses the Hugging Face tensors.
     engine_cut: Cut | None = None  # The cut that SGLang makes, if it is not `cut`.
     layers: range | None = None  # Layers that have such a tensor; None: all.
+    stack: str | None = None  # Name of the tensor of a Hugging Face folder that holds those of all experts of a layer.
 
     def count_in(self, layers: range) -> int:
         """Return the number of `layers` that have such a tensor."""
@@ -239,9 +253,9 @@ def rules_of(architecture: Architecture, values: bool = False) -> tuple[Rule, ..
         shapes = (tuple(sizes.get(size, size) for size in shape) for shape in source["hf"].values())
         cut, fused = Cut(tensor["cut"]), tensor.get("engine")
         of_engine = Cut(tensor["engine_cut"]) if "engine_cut" in tensor else None
-        held = kinds[tensor.get("layers")]
+        held, stack = kinds[tensor.get("layers")], tensor.get("stack")
         if held != range(0):
-            rules.append(Rule(names, tuple(source["hf"]), tuple(shapes), cut, not copy, fused, of_engine, held))
+            rules.append(Rule(names, tuple(source["hf"]), tuple(shapes), cut, not copy, fused, of_engine, held, stack))
     return tuple(rules)
 
 
@@ -294,7 +308,7 @@ def architecture_of(config: Any, family: str | None = None, *, weights_only: boo
             key="model_type",
         )
     known = load_family(str(kind))
-    keys = known.defaults | keys | _rope(keys)
+    keys = known.defaults | keys | _rope(known.defaults | {key: x for key, x in keys.items() if x is not None})
     for key, rule in known.only.items():
         value = keys.get(key)
         if value is not None and value not in rule["values"] and not (weights_only and rule.get("computes")):
@@ -346,20 +360,28 @@ def rotary_dims(architecture: Architecture) -> int:
 
 
 def _scaling(keys: Mapping[str, Any], family: Family) -> RopeScaling | YarnScaling | None:
-    """Return the scaling of rotary positions; None for one that the family accepts for its weights alone."""
-    kind = keys["rope_type"]
-    if kind not in family.only["rope_type"]["values"]:
+    """Return the scaling of rotary positions; None for one that the family accepts for its weights alone.
+
+    Raises UserError.
+    """
+    kind, rule = keys["rope_type"], family.only.get("rope_type")
+    if kind not in ("llama3", "yarn") or (rule and kind not in rule["values"]):
         return None
+    factor = _read(keys, "factor", float)
+    original = _read(keys, ["original_max_position_embeddings", "max_position_embeddings"], int)
     if kind == "llama3":
-        original = ["original_max_position_embeddings", "max_position_embeddings"]
-        factors = {name: _read(keys, name, float) for name in ("factor", "low_freq_factor", "high_freq_factor")}
-        return RopeScaling(**factors, original_max_positions=_read(keys, original, int))
-    if kind == "yarn":
-        defaults = {"beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 0.0}
-        named = {name: _read(keys, [name, default], float, True) for name, default in defaults.items()}
-        original = _read(keys, "original_max_position_embeddings", int)
-        return YarnScaling(factor=_read(keys, "factor", float), original_max_positions=original, **named)
-    return None
+        low, high = (_read(keys, name, float) for name in ("low_freq_factor", "high_freq_factor"))
+        return RopeScaling(factor, low, high, original)
+    defaults = {"beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 0.0}
+    named = {name: _read(keys, [name, default], float, True) for name, default in defaults.items()}
+    above, below = (0.1 * named[name] * log(max(factor, 1.0)) + 1.0 for name in ("mscale", "mscale_all_dim"))
+    return YarnScaling(
+        factor=factor,
+        original_max_positions=original,
+        **named,
+        truncate=_read(keys, ["truncate", True], bool),
+        attention_factor=_read(keys, ["attention_factor", None], float) or above / below,
+    )
 
 
 def _rope(keys: Mapping[str, Any]) -> dict[str, Any]:
@@ -552,7 +574,7 @@ def packed(items: Iterable[T], nbytes_of: Callable[[T], int], most: int) -> Iter
         yield run
 
 
-_NUMBER = re.compile(r"(?<=\.)\d+(?=\.)|(?<=\.weight)\d+$")
+_NUMBER = re.compile(r"(?<=\.)\d+(?=\.)|(?<=\.weight)\d+$|(?<=\.bias)\d+$")
 """Layer and expert numbers in a Megatron name; Transformer Engine puts the expert number at the end."""
 _IGNORED = re.compile(r"rotary_emb\.inv_freq$")
 

@@ -223,6 +223,19 @@ def test_sequence_beyond_the_sliding_window_needs_an_engine_that_has_the_window(
         assert ("task.max_total_tokens" not in keys_of(tiny_run(*engine))) == fits
 
 
+def test_gpt_oss_needs_layers_and_an_engine_that_were_tried(tiny_run: TinyRun, tmp_path: Path) -> None:
+    config = tmp_path / "model" / "config.json"
+    config.write_text(json.dumps(SHAPE | {"model_type": "gpt_oss", "num_local_experts": 6, "num_experts_per_tok": 2}))
+    transformers = tiny_run("rollout.engine={kind: transformers}")
+    for run, layers, missing in (
+        (transformers, "local", set()),
+        (transformers, "te", {"model.layers"}),
+        (tiny_run(), "local", {"rollout.engine.kind"}),
+    ):
+        run.model.layers = Layers(layers)
+        assert {"model.layers", "rollout.engine.kind"} & {*keys_of(run)} == missing
+
+
 def test_layers_of_transformer_engine_attend_within_a_window_without_context_parallelism(
     tiny_run: TinyRun, tmp_path: Path
 ) -> None:

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, PretrainedConfig
 
@@ -20,6 +20,7 @@ def configs(layers: int = 3) -> dict[str, PretrainedConfig]:
         "deepseek-moe-yarn": reference.tiny_deepseek(layers, q_lora_rank=20, yarn=True),
         "gemma3": reference.tiny_gemma3(layers),
         "glm4": reference.tiny_glm4(layers),
+        "gpt-oss": reference.tiny_gpt_oss(layers),
         "llama": reference.tiny_llama3(layers),
         "llama-tied": reference.tiny_llama3(layers, tied=True),
         "ministral": reference.tiny_ministral(layers),
@@ -49,6 +50,18 @@ def make_model(
     (folder / "tokenizer.json").write_text('{"hello": 1}')
     (folder / "chat_template.jinja").write_text("{{ messages }}")
     return folder
+
+
+def quantised(model: Path) -> Path:
+    """Replace the experts' matrices of the gpt-oss `model` by random MXFP4, as published models have them."""
+    tensors = load_file(model / SINGLE)
+    for name in [name for name in tensors if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
+        experts, columns, rows = tensors.pop(name).shape
+        shape = (experts, rows, columns // 32)
+        tensors[f"{name}_blocks"] = torch.randint(0, 256, (*shape, 16), dtype=torch.uint8)
+        tensors[f"{name}_scales"] = torch.randint(118, 125, shape, dtype=torch.uint8)
+    save_file(tensors, model / SINGLE, metadata={"format": "pt"})
+    return reconfigured(model, quantization_config={"quant_method": "mxfp4"})
 
 
 def tensors_of(folder: Path) -> dict[str, Tensor]:

@@ -16,6 +16,7 @@ from transformers import (
     Exaone4Config,
     Gemma3TextConfig,
     Glm4Config,
+    GptOssConfig,
     LlamaConfig,
     MinistralConfig,
     MistralConfig,
@@ -97,6 +98,19 @@ def _glm4(**sizes: object) -> PretrainedConfig:
     return Glm4Config(**sizes, head_dim=32, pad_token_id=None)
 
 
+def _gpt_oss(**sizes: object) -> PretrainedConfig:
+    rope = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 8.0, "original_max_position_embeddings": 16}
+    experts = {"num_local_experts": 4, "num_experts_per_tok": 2}
+    return GptOssConfig(
+        **sizes,
+        **experts,
+        head_dim=32,
+        sliding_window=32,
+        rope_parameters=rope | {"truncate": False},
+        pad_token_id=None,
+    )
+
+
 def _phi3(**sizes: object) -> PretrainedConfig:
     return Phi3Config(**sizes, pad_token_id=None)
 
@@ -125,6 +139,7 @@ _RANDOM: dict[str, Callable[..., PretrainedConfig]] = {
     "exaone4": _exaone4,
     "gemma3_text": _gemma3,
     "glm4": _glm4,
+    "gpt_oss": _gpt_oss,
     "llama": _llama,
     "ministral": _ministral,
     "mistral": _mistral,

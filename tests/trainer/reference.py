@@ -14,6 +14,7 @@ from transformers import (
     Exaone4Config,
     Gemma3TextConfig,
     Glm4Config,
+    GptOssConfig,
     LlamaConfig,
     MinistralConfig,
     MistralConfig,
@@ -146,6 +147,31 @@ YARN = {
 """Of the four frequencies of a `tiny_deepseek`, one stays, one is interpolated, and two are divided."""
 
 
+def tiny_gpt_oss(
+    layers: int = 3, tied: bool = False, window: int = 8, truncate: bool = False, attention_factor: float | None = None
+) -> PretrainedConfig:
+    """A gpt-oss whose original context of 16 reaches fast, slow and interpolated pairs of dimensions."""
+    rope = {
+        "rope_type": "yarn",
+        "rope_theta": 1234.0,
+        "factor": 8.0,
+        "beta_fast": 2.0,
+        "beta_slow": 0.25,
+        "truncate": truncate,
+        "original_max_position_embeddings": 16,
+        **({} if attention_factor is None else {"attention_factor": attention_factor}),
+    }
+    return GptOssConfig(
+        **{**_sizes(layers, tied), "rope_parameters": rope},
+        head_dim=24,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        sliding_window=window,
+        layer_types=_kinds(layers),
+        **_TOKENS,
+    )
+
+
 def tiny_exaone4(layers: int = 3) -> PretrainedConfig:
     """An EXAONE 4.0 with global layers without rotary positions; its family is not built in: `OWN_FAMILY`."""
     return Exaone4Config(**_sizes(layers, tied=False), head_dim=24, sliding_window=8, layer_types=_kinds(layers))
@@ -158,6 +184,7 @@ TINY: dict[str, Callable[..., PretrainedConfig]] = {
     "deepseek_v2": tiny_deepseek,
     "gemma3_text": tiny_gemma3,
     "glm4": tiny_glm4,
+    "gpt_oss": tiny_gpt_oss,
     "llama": tiny_llama3,
     "ministral": tiny_ministral,
     "mistral": tiny_mistral,
@@ -288,8 +315,10 @@ def optimizer_of(model: torch.nn.Module, config: Updates) -> torch.optim.Optimiz
     """torch's AdamW or SGD, which decays only matrices, or Muon."""
     if isinstance(config, MuonConfig):
         return Muon(model, config)
-    others: dict[str, Any] = {"params": [p for p in model.parameters() if p.dim() == 1], "weight_decay": 0.0}
-    groups = [{"params": [p for p in model.parameters() if p.dim() > 1]}, others]
+    # The biases of stacked experts are no matrices.
+    vectors = [name for name, p in model.named_parameters() if p.dim() == 1 or name.endswith("bias")]
+    others: dict[str, Any] = {"params": [model.get_parameter(name) for name in vectors], "weight_decay": 0.0}
+    groups = [{"params": [p for name, p in model.named_parameters() if name not in vectors]}, others]
     if isinstance(config, SgdConfig):
         return torch.optim.SGD(groups, config.lr, config.momentum, weight_decay=config.weight_decay)
     betas, decay = (config.beta1, config.beta2), config.weight_decay
@@ -377,14 +406,28 @@ def named_tensors(model: torch.nn.Module) -> dict[str, Tensor]:
 
 def by_checkpoint_names(parameters: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
     """Parameters of a transformers model, or tensors of their shapes, by checkpoint names; experts are unstacked."""
-    tensors: dict[str, Tensor] = {}
-    for name, parameter in parameters:
+    every, tensors = dict(parameters), dict[str, Tensor]()
+    for name, parameter in every.items():
         experts, _, kind = name.rpartition(".")
         if not experts.endswith("mlp.experts"):
             tensors[name] = parameter
+            continue
+        if f"{experts}.down_proj_bias" in every:
+            tensors |= _of_gpt_oss(experts, kind, parameter)
             continue
         for number, whole in enumerate(parameter):
             parts = {"gate_proj": whole.chunk(2)[0], "up_proj": whole.chunk(2)[1]}
             for part, tensor in (parts if kind == "gate_up_proj" else {"down_proj": whole}).items():
                 tensors[f"{experts}.{number}.{part}.weight"] = tensor
+    return tensors
+
+
+def _of_gpt_oss(experts: str, kind: str, stack: Tensor) -> dict[str, Tensor]:
+    """Tensors of each expert of a stack [experts, in, out] or [experts, out] of gpt-oss; gate and up alternate."""
+    name, ending = kind.removesuffix("_bias"), "bias" if kind.endswith("_bias") else "weight"
+    tensors: dict[str, Tensor] = {}
+    for number, own in enumerate(stack):
+        out = own.transpose(0, 1) if ending == "weight" else own
+        parts = {"gate_proj": out[0::2], "up_proj": out[1::2]} if name == "gate_up_proj" else {name: out}
+        tensors |= {f"{experts}.{number}.{part}.{ending}": tensor for part, tensor in parts.items()}
     return tensors

@@ -44,6 +44,8 @@ MORE_LAYOUTS = {
         Layout(tp=2, cp=2, ep=2, sequence_parallel=True, tied=False, recompute=True),
         "deepseek_v2",
     ),
+    "gpt_oss-tp2-ep2-pp2": (replace(TP2_PP2, ep=2), "gpt_oss"),
+    "gpt_oss-cp2-dp2-recomputed": (Layout(cp=2, dp=2, tied=False, recompute=True), "gpt_oss"),
     "gemma3_text-tp2-cp2": (Layout(tp=2, cp=2, sequence_parallel=True), "gemma3_text"),
     "qwen2-pp2-uneven-recomputed": (Layout(pp=2, pp_layers=(1, 2), recompute=True), "qwen2"),
     # The TP ranks outnumber the two key-value heads.

@@ -29,6 +29,8 @@ FAMILIES: dict[str, PretrainedConfig] = {
     "gemma3, separate output layer": reference.tiny_gemma3(tied=False),
     "glm4": reference.tiny_glm4(),
     "glm4 without biases, tied": reference.tiny_glm4(tied=True, bias=False),
+    "gpt_oss": reference.tiny_gpt_oss(),
+    "gpt_oss, truncated YaRN, tied": reference.tiny_gpt_oss(tied=True, window=50, truncate=True, attention_factor=1.3),
     "llama": reference.tiny_llama3(),
     "llama, tied": reference.tiny_llama3(tied=True),
     "mistral": reference.tiny_mistral(),

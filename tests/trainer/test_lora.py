@@ -45,6 +45,7 @@ MORE_LAYOUTS = {
     # Norms follow the outputs to which adapters add.
     "gemma3_text-tp2-pp2": (Layout(tp=2, pp=2, pp_layers=(2, 1), sequence_parallel=True), LORA, "gemma3_text"),
     "moe-tp2-ep2-sp": (Layout(tp=2, ep=2, sequence_parallel=True, tied=False), ATTENTION, "qwen3_moe"),
+    "gpt_oss-tp2-ep2-sp": (Layout(tp=2, ep=2, sequence_parallel=True, tied=False), ATTENTION, "gpt_oss"),
 }
 
 

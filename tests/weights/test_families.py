@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from contextlib import nullcontext
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from rlsys.errors import Code
 from rlsys.weights.family_file import family_names, unsupported_types
@@ -21,10 +21,10 @@ from rlsys.weights.weight_map import (
     YarnScaling,
     architecture_of,
     read_architecture,
-    rotary_dims,
 )
 from tests.support.hf_models import configs, make_model
 from tests.support.refusals import refused
+from tests.trainer.reference import by_checkpoint_names
 
 LLAMA3 = {
     "rope_type": "llama3",
@@ -80,10 +80,20 @@ DEEPSEEK_V2_LITE = json.loads("""{"model_type": "deepseek_v2", "attention_bias":
     "beta_slow": 1, "factor": 40, "mscale": 0.707, "mscale_all_dim": 0.707, "original_max_position_embeddings": 4096,
     "type": "yarn"}, "rope_theta": 10000, "routed_scaling_factor": 1.0, "scoring_func": "softmax",
     "tie_word_embeddings": false, "topk_group": 1, "topk_method": "greedy", "v_head_dim": 128, "vocab_size": 102400}""")
+GPT_OSS_20B = json.loads("""{"model_type": "gpt_oss", "attention_bias": true, "attention_dropout": 0.0,
+    "experts_per_token": 4, "head_dim": 64, "hidden_act": "silu", "hidden_size": 2880, "initial_context_length": 4096,
+    "intermediate_size": 2880, "max_position_embeddings": 131072, "num_attention_heads": 64, "num_experts_per_tok": 4,
+    "num_hidden_layers": 24, "num_key_value_heads": 8, "num_local_experts": 32, "rms_norm_eps": 1e-05,
+    "rope_scaling": {"beta_fast": 32.0, "beta_slow": 1.0, "factor": 32.0, "original_max_position_embeddings": 4096,
+    "rope_type": "yarn", "truncate": false}, "rope_theta": 150000, "router_aux_loss_coef": 0.9, "sliding_window": 128,
+    "swiglu_limit": 7.0, "tie_word_embeddings": false, "vocab_size": 201088}""")
+GPT_OSS_20B |= {"layer_types": ["sliding_attention", "full_attention"] * 12}
+MXFP4 = {"modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"], "quant_method": "mxfp4"}
 PUBLISHED = {
     "DeepSeek-V2-Lite": (DEEPSEEK_V2_LITE, 15_706_484_224),
     "Gemma-3-1B": (GEMMA3_1B, 999_885_952),
     "GLM-4-9B-0414": (GLM4_9B, 9_400_279_040),
+    "gpt-oss-20b": (GPT_OSS_20B, 20_914_757_184),
     "Ministral-8B": (MINISTRAL_8B, 8_019_808_256),
     "Mistral-7B-v0.3": (MISTRAL_7B, 7_248_023_552),
     "Mistral-7B-v0.1": (MISTRAL_7B | {"sliding_window": 4096, "vocab_size": 32000}, 7_241_732_096),
@@ -94,20 +104,14 @@ PUBLISHED = {
     "Qwen3-30B-A3B": (QWEN3_30B_A3B, 30_532_122_624),
 }
 """Model -> (its published config.json, its number of parameters)."""
-SCALINGS = {
-    "default": None,
-    "llama3": RopeScaling(8.0, 1.0, 4.0, 8192),
-    "yarn": YarnScaling(40.0, 4096, 32.0, 1.0, 0.707, 0.707),
-}
-"""Type of rotary positions -> the scaling of the published models of that type."""
-WINDOWED = ("gemma3_text", "ministral", "mistral", "phi3")
+WINDOWED = ("gemma3_text", "gpt_oss", "ministral", "mistral", "phi3")
 """Families whose models may have a sliding window."""
 FREE = ("deepseek_v2", "llama", "phi3")
 """Families that have as many key-value heads as attention heads unless config.json says otherwise."""
 NEEDED = {
     *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
-    *("max_position_embeddings", "num_experts", "num_experts_per_tok", "moe_intermediate_size", "n_routed_experts"),
-    *("n_shared_experts", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"),
+    *("max_position_embeddings", "num_experts", "num_local_experts", "num_experts_per_tok", "moe_intermediate_size"),
+    *("n_routed_experts", "n_shared_experts", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"),
 }
 """Required keys; the defaults of transformers for them are the sizes of some arbitrary model."""
 
@@ -121,7 +125,8 @@ def of_transformers(config: PretrainedConfig) -> dict[str, Any]:
     latent = config.model_type == "deepseek_v2"
     sizes = ("kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
     kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * config.num_hidden_layers
-    moe = config.model_type == "qwen3_moe"
+    oss = config.model_type == "gpt_oss"
+    moe = config.model_type == "qwen3_moe" or oss
     experts = config.num_experts if moe else config.n_routed_experts if latent else 0
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return {
@@ -141,16 +146,25 @@ def of_transformers(config: PretrainedConfig) -> dict[str, Any]:
         "local_layers": tuple(n for n, kind in enumerate(kinds) if window and kind == "sliding_attention"),
         "local_rope_theta": local.get("rope_theta"),
         "query_scale": getattr(config, "query_pre_attn_scalar", None),
-        "qkv_bias": config.attention_bias if config.model_type == "glm4" else config.model_type == "qwen2",
-        "rope": SCALINGS[rope["rope_type"]],
+        "qkv_bias": config.attention_bias if config.model_type == "glm4" else config.model_type in ("qwen2", "gpt_oss"),
+        "rope": _scaling(config, rope),
         "experts": experts,
         "experts_per_token": config.num_experts_per_tok if experts else 0,
-        "expert_ffn": config.moe_intermediate_size if experts else 0,
-        "norm_topk": moe and config.norm_topk_prob,
+        "expert_ffn": (config.intermediate_size if oss else config.moe_intermediate_size) if experts else 0,
+        "norm_topk": oss or (moe and config.norm_topk_prob),
         "dense_layers": config.first_k_dense_replace if latent else 0,
         "shared_experts": config.n_shared_experts if latent else 0,
         "routed_scale": config.routed_scaling_factor if latent else 1.0,
     } | {size: getattr(config, size) for size in sizes if latent}
+
+
+def _scaling(config: PretrainedConfig, rope: dict[str, Any]) -> RopeScaling | YarnScaling | None:
+    if rope["rope_type"] == "yarn":
+        keys = ("factor", "original_max_position_embeddings", "beta_fast", "beta_slow")
+        mscales = rope.get("mscale", 1.0), rope.get("mscale_all_dim", 0.0)
+        factor = ROPE_INIT_FUNCTIONS["yarn"](config, None)[1]
+        return YarnScaling(*(rope[key] for key in keys), *mscales, rope.get("truncate", True), factor)
+    return RopeScaling(8.0, 1.0, 4.0, 8192) if rope["rope_type"] == "llama3" else None
 
 
 def ours(config: Any, names: dict[str, Any]) -> dict[str, Any]:
@@ -160,8 +174,9 @@ def ours(config: Any, names: dict[str, Any]) -> dict[str, Any]:
 
 
 def written(folder: Path) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of the tensors that transformers wrote to a folder."""
-    return {name: tuple(tensor.shape) for name, tensor in load_file(folder / "model.safetensors").items()}
+    """Names and shapes of the tensors that transformers wrote to a folder, those of stacked experts one by one."""
+    tensors = by_checkpoint_names(load_file(folder / "model.safetensors").items())
+    return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
 
 
 def mapped(weights: WeightMap) -> dict[str, tuple[int, ...]]:
@@ -226,6 +241,13 @@ def test_weight_map_lists_the_tensors_that_transformers_writes(family: str, crit
             "unsupported",
             "local_rope_type",
         ),
+        (GPT_OSS_20B, {"attention_bias": False}, "unsupported", "attention_bias"),
+        (GPT_OSS_20B, {"swiglu_limit": 10.0}, "unsupported", "swiglu_limit"),
+        (GPT_OSS_20B, {"rope_scaling": {"rope_type": "yarn"}}, "missing", "factor"),
+        (DEEPSEEK_V2_LITE, {"truncate": False}, "unsupported", "truncate"),
+        (DEEPSEEK_V2_LITE, {"attention_factor": 1.5}, "unsupported", "attention_factor"),
+        (GPT_OSS_20B, {"rope_scaling": LLAMA3}, "unsupported", "rope_type"),
+        (GPT_OSS_20B, {"quantization_config": MXFP4}, "unsupported", "quantization_config"),
         (GEMMA3_1B, {"sliding_window_pattern": 0}, "out_of_range", "sliding_window_pattern"),
         (GEMMA3_1B, {"layer_types": ["linear_attention"] * 26}, "unsupported", "layer_types"),
         (GEMMA3_1B, {"layer_types": ["full_attention"]}, "mismatch", "layer_types"),
@@ -261,6 +283,8 @@ def test_unsupported_rope_is_accepted_for_weights_only() -> None:
     assert architecture_of(dynamic, weights_only=True) == architecture_of(plain)
     with refused("unsupported", "quantization_config"):
         architecture_of(yarn | {"quantization_config": {"bits": 4}}, weights_only=True)
+    quantised = GPT_OSS_20B | {"quantization_config": MXFP4}
+    assert architecture_of(quantised, weights_only=True) == architecture_of(GPT_OSS_20B)
 
 
 @pytest.mark.parametrize(
@@ -302,31 +326,6 @@ def test_layers_with_a_window_are_those_of_transformers(change: dict[str, Any], 
     assert found.window == (4096 if local else None)
 
 
-def own_family(folder: Path, text: str) -> str:
-    (folder / "own.yaml").write_text(text)
-    return str(folder / "own.yaml")
-
-
-def test_family_of_ones_own_is_one_file(tmp_path: Path) -> None:
-    """A file changes fields, tensors and supported keys of a model of any type; the built-in families stay."""
-    own = own_family(
-        tmp_path,
-        "extends: llama\nconfig: {qkv_bias: [with_bias, true]}\nonly: {mlp_bias: null, odd: {values: [1], else: oddness}}",
-    )
-    config = LLAMA_8B | {"model_type": "made-up", "mlp_bias": True}
-    found = architecture_of(config, own)
-    assert (found.family, found.qkv_bias, found.rope) == (own, True, RopeScaling(8.0, 1.0, 4.0, 8192))
-    names = WeightMap(found).hf_names()
-    assert names - WeightMap(architecture_of(LLAMA_8B)).hf_names() == {
-        f"model.layers.{layer}.self_attn.{part}_proj.bias" for layer in range(32) for part in "qkv"
-    }
-    assert architecture_of(config | {"mlp_bias": False}, "qwen2").qkv_bias, "a built-in family can be named too"
-    with refused("unsupported", "odd"):
-        architecture_of(config | {"odd": 2}, own)
-    with refused("unsupported", "model_type"):
-        architecture_of(config)
-
-
 @pytest.mark.parametrize("kind", unsupported_types())
 def test_known_type_that_is_not_built_is_refused_with_what_is_missing(kind: str) -> None:
     assert kind in CONFIG_MAPPING, "a type of transformers"
@@ -340,55 +339,3 @@ def test_family_that_does_not_exist_is_refused_with_the_list(family: str) -> Non
     with refused("not_found" if "." in family else "unknown", "model.family") as caught:
         architecture_of(LLAMA_8B, family)
     assert all(name in str(caught.value) for name in family_names())
-
-
-@pytest.mark.parametrize(
-    ("text", "code", "key"),
-    [
-        ("a: [", "malformed", "own.yaml"),
-        ("[]", "wrong_type", ""),
-        ("layers: 3", "unknown", "layers"),
-        ("extends: gpt2", "unknown", "extends"),
-        ("extends: [qwen2]", "unknown", "extends"),
-        ("layer_spec: 3", "wrong_type", "layer_spec"),
-        ("layer_spec: {interleaved: true}", "wrong_type", "layer_spec"),
-        ("config: 3", "wrong_type", "config"),
-        ("config: {layers_of_it: n}", "unknown", "config.layers_of_it"),
-        ("config: {layers: {n: 3}}", "wrong_type", "config.layers"),
-        ("config: {layers: null}", "missing", "config.layers"),
-        ("only: {hidden_act: [silu]}", "wrong_type", "only.hidden_act"),
-        ("only: {hidden_act: {values: [silu]}}", "missing", "only.hidden_act.else"),
-        ("only: {hidden_act: {values: silu, else: no}}", "wrong_type", "only.hidden_act.values"),
-        ("tensors: {a.b: [c]}", "wrong_type", "tensors.a.b"),
-        ("tensors: {a.b: {hf: {c: [hidden]}}}", "missing", "tensors.a.b.cut"),
-        ("tensors: {a.b: {cut: whole}}", "missing", "tensors.a.b.hf"),
-        ("tensors: {a.b: {cut: diagonal, hf: {c: [hidden]}}}", "unknown", "tensors.a.b.cut"),
-        ("tensors: {a.b: {cut: whole, hf: {c: [hidden]}, size: 3}}", "unknown", "tensors.a.b.size"),
-        ("tensors: {a.b: {cut: whole, hf: {c: [hidden]}, when: tuesday}}", "unknown", "tensors.a.b.when"),
-        ("tensors: {a.b: {cut: whole, hf: {c: [hidden]}, tied: a.c}}", "unknown", "tensors.a.b.tied"),
-        ("tensors: {a.b: {cut: whole, hf: {c: [width]}}}", "unknown", "tensors.a.b.hf.c"),
-        ("tensors: {a.b: {cut: whole, hf: {c: hidden}}}", "unknown", "tensors.a.b.hf.c"),
-        ("tensors: {a.b: {cut: qkv, hf: {c: [hidden], d: [hidden]}}}", "mismatch", "tensors.a.b.hf"),
-        ("tensors: {'a.{n}': {cut: whole, hf: {c: [hidden]}}}", "malformed", "tensors.a.{n}"),
-        ("tensors: {'a.{layer}': {cut: whole, hf: {c: [hidden]}}}", "malformed", "tensors.a.{layer}.hf"),
-        ("tensors: {'a.{layer}': {cut: whole, hf: {'c.{layer': [hidden]}}}", "malformed", "tensors.a.{layer}.hf"),
-        ("tensors: {a.b: {cut: whole, hf: {c: [hidden]}, engine: 'd.{layer}'}}", "malformed", "tensors.a.b.engine"),
-    ],
-)
-def test_mistake_in_a_family_file_is_named(text: str, code: Code, key: str, tmp_path: Path) -> None:
-    file = own_family(tmp_path, text if "extends" in text or text == "[]" else f"extends: _decoder\n{text}\n")
-    with refused(code, file if key == "own.yaml" else key) as caught:
-        architecture_of(LLAMA_8B, file)
-    assert file in str(caught.value)
-    assert "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("fraction", "dims"), [(1.0, 128), (0.5, 64), (0.02, 2), (0.03, None), (0.001, None), (2, None)]
-)
-def test_rotary_fraction_must_leave_pairs_of_dimensions(fraction: float, dims: int | None, tmp_path: Path) -> None:
-    own = own_family(
-        tmp_path, "extends: llama\nconfig: {rotary_fraction: [fraction, 1.0]}\nonly: {partial_rotary_factor: null}"
-    )
-    with nullcontext() if dims else refused("mismatch", "fraction"):
-        assert rotary_dims(architecture_of(LLAMA_8B | {"fraction": fraction}, own)) == dims

@@ -5,7 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import AutoModelForCausalLM, DeepseekV2Config, Gemma3TextConfig, PretrainedConfig, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    DeepseekV2Config,
+    Gemma3TextConfig,
+    GptOssConfig,
+    PretrainedConfig,
+    Qwen3Config,
+)
 
 from rlsys.weights.flops import flops_of
 from rlsys.weights.weight_map import architecture_of
@@ -44,8 +51,9 @@ KINDS = ["sliding_attention", "sliding_attention", "full_attention"]
         (Gemma3TextConfig(**SIZES, layer_types=KINDS, pad_token_id=None), 2, 0),
         (DeepseekV2Config(**SIZES | LATENT), 1, 2),
         (DeepseekV2Config(**SIZES | LATENT | {"q_lora_rank": 20}), 1, 2),
+        (GptOssConfig(**SIZES, layer_types=KINDS, num_local_experts=6, experts_implementation="eager"), 1, len(KINDS)),
     ],
-    ids=["qwen3", "gemma3", "deepseek_v2", "deepseek_v2, latent queries"],
+    ids=["qwen3", "gemma3", "deepseek_v2", "deepseek_v2, latent queries", "gpt-oss"],
 )
 def test_cost_of_a_sequence_is_that_of_a_forward_pass_of_transformers(
     config: PretrainedConfig, rotary_tables: int, routers: int
@@ -58,7 +66,8 @@ def test_cost_of_a_sequence_is_that_of_a_forward_pass_of_transformers(
         # Leave out the rotary tables, outer products of positions and frequencies that are computed once per model.
         tables = rotary_tables * 2 * tokens * config.head_dim // 2
         if routers:  # Neglected, as they are in `Flops`.
-            tables += routers * 2 * tokens * config.hidden_size * config.n_routed_experts
+            experts = architecture_of(config).experts
+            tables += routers * 2 * tokens * config.hidden_size * experts
         counted = sum(counter.get_flop_counts()["Global"].values()) - tables
         # Eager attention also computes the half above the diagonal, which it then masks.
         squares = flops.per_square + flops.per_local_square

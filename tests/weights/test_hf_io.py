@@ -19,11 +19,22 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, DeepseekV3Config
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention
 
 from rlsys.errors import Code
 from rlsys.weights import hf_io
-from rlsys.weights.hf_io import DTYPES, INDEX, SINGLE, HfReader, TensorSpec, file_bytes, write_safetensors
+from rlsys.weights.hf_io import (
+    DTYPES,
+    INDEX,
+    SINGLE,
+    HfReader,
+    TensorSpec,
+    by_expert,
+    file_bytes,
+    from_mxfp4,
+    write_safetensors,
+)
 from tests.support.hf_models import make_model
 from tests.support.refusals import refused
 from tests.support.tensors import raw
@@ -249,3 +260,25 @@ def test_attention_with_yarn_gets_the_scale_that_transformers_has_for_deepseek_v
         expected = DeepseekV3Attention(DeepseekV3Config(**sizes), layer_idx=0).scaling
         assert yarn == (expected > 24**-0.5)
         assert [layer.self_attn.scaling for layer in model.model.layers] == [pytest.approx(expected)] * 3
+
+
+def test_every_number_of_mxfp4_is_that_of_transformers() -> None:
+    """All codes in both halves of a byte, with all scales, also those whose products bfloat16 cannot hold."""
+    codes, scales = torch.arange(16, dtype=torch.uint8), torch.arange(256, dtype=torch.uint8)[:, None]
+    blocks = (codes | (15 - codes) << 4).expand(256, 1, 16)
+    expected = convert_moe_packed_tensors(blocks[None], scales[None])[0].T
+    assert len({*expected[127].tolist()}) == 15, "plus and minus 0 are equal"
+    assert raw(from_mxfp4(blocks, scales)) == raw(expected)
+
+
+@pytest.mark.parametrize("family", ["gpt-oss", "qwen3-moe"])
+def test_stacked_experts_are_one_tensor_per_expert_in_folders_and_models(family: str, tmp_path: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(make_model(tmp_path, family), dtype=torch.bfloat16)
+    parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    expected = reference.by_checkpoint_names(parameters.items())
+    reader, views = pickle.loads(pickle.dumps(HfReader(tmp_path))), dict(by_expert(parameters))
+    assert reader.names() == views.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert reader.spec(name) == spec_of(name, tensor)
+        assert raw(reader.get(name)) == raw(views[name]) == raw(tensor), name
+        assert views[name].untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr(), "no copy"

@@ -64,6 +64,9 @@ def expected_shard(arch: Architecture, name: str, parts: Sequence[Tensor], rank:
         mine = range(rank * each, (rank + 1) * each)
         return torch.stack([gate[row] for row in mine] + [up[row] for row in mine])
     (whole,) = parts
+    if name.endswith("softmax_offset"):
+        each = arch.heads // tp
+        return torch.stack([whole[rank * each + i] for i in range(each)])
     if name.endswith(("linear_proj.weight", "linear_fc2.weight")):
         each = whole.shape[1] // tp
         return torch.stack([whole[:, rank * each + i] for i in range(each)], dim=1)
@@ -129,7 +132,7 @@ def _divides(arch: Architecture, tp: int) -> bool:
     """Tell if the TP size divides every sharded tensor; experts are not sharded, but those that all tokens share."""
     fused = (arch.heads + 2 * arch.kv_heads) * arch.head_dim
     mlp = arch.ffn if arch.dense_layers or not arch.experts else tp
-    cut = [fused, arch.heads * arch.head_dim, mlp]
+    cut = [fused, arch.heads * (1 if arch.sinks else arch.head_dim), mlp]
     if arch.kv_lora_rank:
         heads = (arch.head_dim, arch.v_head_dim, arch.qk_nope_head_dim + arch.v_head_dim)
         cut = [*(arch.heads * size for size in heads), mlp]
@@ -144,6 +147,7 @@ def _divides(arch: Architecture, tp: int) -> bool:
 @example(case=Case(MOE, 2, 2, [2, 1]), values=False, random=Random(1))
 @example(case=Case(FAMILIES["deepseek_v2"], 2, 2, [1, 2]), values=False, random=Random(1))
 @example(case=Case(LATENT, 2, 2, [2, 1]), values=False, random=Random(1))
+@example(case=Case(FAMILIES["gpt_oss"], 2, 2, [1, 2]), values=False, random=Random(1))
 def test_every_layout_shards_as_megatron_reads_and_merges_bit_for_bit(case: Case, values: bool, random: Random) -> None:
     """Tensors come in any order; a TP size that does not divide them is refused."""
     arch, tp, ep, counts = case.arch, case.tp, case.ep, case.stages

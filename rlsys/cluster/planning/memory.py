@@ -62,6 +62,7 @@ from rlsys.weights.weight_map import Architecture, Cut, Rule, read_architecture,
 MIB, GIB = 1024**2, 1024**3
 BYTES = {Dtype.float32: 4, Dtype.bfloat16: 2}
 _CHUNKS = 4  # Float32 chunks of logits alive at a time: two for the current chunk, two for the previous one.
+_SINK_DIMS = 8  # Dimensions that a sink adds to a head; see `rlsys.trainer.model.layers`.
 CONTEXT_BYTES = GIB // 2
 """CUDA context of one process on one GPU, with the kernels that torch loads; an estimate."""
 NCCL_BYTES = GIB // 4
@@ -174,7 +175,7 @@ class StageRank:
         self.engine = chosen_layers(config) is Layers.te  # Transformer Engine's layers.
         # Fused RMSNorm, which keeps only its input; torch has none for a CPU. Local layers add 1 to a weight in float32.
         self.fused_norm = on_gpu and (self.engine or not model.norm_plus_one)
-        self.fused_swiglu = on_gpu and fusions and not model.gelu  # Fused SwiGLU, which keeps only its input.
+        self.fused_swiglu = on_gpu and fusions and model.fuses_activation  # Fused SwiGLU, which keeps only its input.
         self.fused_rope = self.engine and fusions  # Fused rotary positions, which keep no tables.
         # Attention needs a mask if a chunk's queries see earlier keys; torch fuses that case on GPUs only.
         self.masks = not on_gpu
@@ -640,10 +641,11 @@ def _attend(rank: StageRank, query: int, key: int) -> list[LayerStep]:
 
     Rotated queries and keys are new tensors. Values are a view of the QKV projection's output and keep all of it alive.
     Packed sequences are attended one by one, and their outputs concatenated; so are the blocks of a local layer, which
-    also keep the masks of a sequence's first block, of those in between, and of its last one.
+    also keep the masks of a sequence's first block, of those in between, and of its last one. Sinks make wider copies of
+    queries, keys and values, of which each block has its own, and of the output; they need a mask in global layers too.
     """
     mixed, sums = query + 2 * key, 4 * rank.tokens * rank.heads
-    joined = query if rank.packed else 0
+    joined = query if rank.packed or rank.model.sinks else 0
     project = LayerStep(joined, _row(rank, rank.query), joined + rank.tokens * rank.model.hidden * rank.item)
     if rank.parallel.cp > 1:
         return [_attend_gathered(rank, query, key), project]
@@ -655,10 +657,17 @@ def _attend(rank: StageRank, query: int, key: int) -> list[LayerStep]:
     if rank.longest > window:
         per_sequence = window * (window + 2 * window + rank.longest % window)
         masks = rank.local / rank.layers * rank.tokens / rank.longest * per_sequence * rank.item
+    if rank.model.sinks:
+        wider = _wider(rank)
+        apart = rank.local / rank.layers * (rank.longest > window)  # Share of layers in blocks.
+        masks += (1 - apart) * rank.masks * rank.tokens * rank.longest * rank.item
+        copies = wider * (query + 2 * key * (1 + apart))
+        keeps = copies + wider * query + sums + masks
+        return [LayerStep(keeps, gradients + copies, mixed + copies + wider * query + masks), project]
     return [LayerStep(mixed + query + key + query + sums + masks, gradients, mixed + 3 * query + key + masks), project]
 
 
-def _attend_gathered(rank: StageRank, query: int, key: int) -> LayerStep:
+def _attend_gathered(rank: StageRank, query: float, key: int) -> LayerStep:
     """Return the step of attention of `_attend` under context parallelism, which gathers the keys and values of all
     ranks.
 
@@ -669,10 +678,17 @@ def _attend_gathered(rank: StageRank, query: int, key: int) -> LayerStep:
     The row's length times the longest sequence bounds the sum of squared lengths.
     """
     cp = rank.parallel.cp
-    whole, chunks = 2 * key * cp, 2 * cp
+    whole, chunks = 2.0 * key * cp, 2 * cp
     pairs = rank.tokens * cp * rank.longest * (chunks + 1) / chunks**2 if rank.masks else 0
+    if rank.model.sinks:  # Wider copies, as in `_attend`: of the keys that each chunk sees.
+        query, whole = query * _wider(rank), whole * _wider(rank) * (chunks + 1) / chunks
     keeps = query + whole + query + 4 * rank.tokens * rank.heads + pairs * rank.item
     return LayerStep(keeps, query + 2 * whole, 2 * whole + 3 * query)
+
+
+def _wider(rank: StageRank) -> float:
+    """Return the size of a head with a sink, relative to one without."""
+    return 1 + _SINK_DIMS / rank.model.head_dim
 
 
 def _attend_engine(rank: StageRank, query: int, key: int) -> list[LayerStep]:
@@ -734,7 +750,8 @@ def _experts(rank: StageRank) -> list[LayerStep]:
     router = rank.normed * model.experts * (4 + 1 + 2 * rank.item)
     # Permutation map; Transformer Engine's `make_row_id_map` has two int32 per token and expert.
     places = 4 * rank.normed * (2 * model.experts + 1) if engine else 8 * rank.routed
-    apart = 0 if rank.fused_swiglu else 3 * ffn
+    # Unless fused: the activation, a copy of up, and the product. A clamped one also keeps the clamped gate and a factor.
+    apart = 0 if rank.fused_swiglu else (5 if model.clamped_swiglu else 3) * ffn
     passing = sent * (4 if ep > 1 else 3)
     # `_GroupedLinear.backward` holds the gradients of all experts' weights at once.
     weights = model.experts // ep * 2 * model.expert_ffn * model.hidden * rank.item if engine else 0

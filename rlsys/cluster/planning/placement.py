@@ -32,7 +32,7 @@ from rlsys.config.problems import Problem
 from rlsys.config.schema import Device, Layers, Mode, Packing, ParallelConfig, RunConfig, SglangConfig, SyncMode
 from rlsys.errors import UserError
 from rlsys.rollout.kinds import capability_problems, engine_class
-from rlsys.weights.weight_map import Architecture
+from rlsys.weights.weight_map import Architecture, rules_of
 
 GROUPS = ("actor", "inference", "rollout")
 CRITIC = "critic"
@@ -362,6 +362,11 @@ def engine_problems(config: RunConfig, world: int, model: Architecture) -> Itera
         )
     yield from capability_problems(config)
     engine = config.rollout.engine
+    if isinstance(engine, SglangConfig) and any(rule.stack for rule in rules_of(model)):
+        yield Problem.of(
+            "rollout.engine.kind=sglang takes all experts of a layer of this model as one tensor, which the weight sync "
+            "does not send: set it to transformers."
+        )
     # SGLang's model of a family may attend to all tokens, so its tokens would be those of another policy.
     limited = isinstance(engine, SglangConfig) and not model.sglang_window
     most = min(model.max_positions, model.window or model.max_positions) if limited else model.max_positions

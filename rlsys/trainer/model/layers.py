@@ -13,8 +13,8 @@ Requirements in Megatron-core 0.16:
     gradient_accumulation_fusion:   weight gradients added directly to float32 buffers      apex
     `fuse_accumulation`:            the same without the output layer                       Transformer Engine's layers.
 
-`bias_dropout_fusion` and `persist_layer_norm` stay off: these models have no biases to fuse, no dropout and no
-LayerNorm.
+`bias_dropout_fusion` and `persist_layer_norm` stay off: these models have no dropout and no LayerNorm, and few have
+biases to fuse.
 """
 
 from __future__ import annotations
@@ -22,11 +22,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from copy import copy
 from functools import partial
-from math import pi
+from math import ceil, floor, log, pi
 from typing import Any
 
 import numpy as np
 import torch
+from megatron.core.activations import quick_gelu
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
@@ -36,7 +37,10 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.post_training.modelopt.layers import Linear
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from megatron.core.tensor_parallel import (
+    gather_from_sequence_parallel_region,
+    set_tensor_model_parallel_attributes,
+)
 from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe.moe_layer import MoELayer
@@ -44,7 +48,11 @@ from megatron.core.transformer.moe.router import Router
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import LayerNormImpl, TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
-from megatron.core.transformer.utils import is_layer_window_attention
+from megatron.core.transformer.utils import (
+    ensure_metadata_has_dp_cp_group,
+    is_layer_window_attention,
+    make_sharded_tensors_for_checkpoint,
+)
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn.attention.bias import causal_lower_right
@@ -55,7 +63,7 @@ from rlsys.config.schema import Dtype, Layers, ModelConfig, ParallelConfig
 from rlsys.errors import UserError
 from rlsys.observe.environment import Capabilities
 from rlsys.trainer.batches import columns_of
-from rlsys.weights.weight_map import Architecture, RopeScaling, YarnScaling, rotary_dims, stage_layers
+from rlsys.weights.weight_map import Architecture, YarnScaling, rotary_dims, stage_layers
 
 FP8_RECIPE: dict[str, Any] = {
     "fp8": "hybrid",
@@ -63,13 +71,27 @@ FP8_RECIPE: dict[str, Any] = {
     "fp8_recipe": "tensorwise",
 }
 
+_SWIGLU_LIMIT = 7.0
+"""Limit of gate and up in a model with `clamped_swiglu`."""
+_SINK_DIMS = 8
+"""Dimensions that a sink adds to a head; fused kernels on a GPU want a multiple of 8."""
 _FULL_RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 
 
-def choose_layers(layers: Layers, here: Capabilities) -> Layers:
-    """Resolve `auto`: `te` on a GPU, else `local`. Raises UserError if `te` is needed but unavailable."""
+def choose_layers(layers: Layers, here: Capabilities, sinks: bool = False) -> Layers:
+    """Resolve `auto`: `te` on a GPU, else `local`. Raises UserError if `te` is needed but unavailable.
+
+    Models with attention `sinks` have local layers alone.
+    """
     if layers is Layers.local or (layers is Layers.auto and not here.cuda_devices):
         return Layers.local
+    if sinks:
+        raise UserError(
+            f"model.layers={layers} means Transformer Engine's layers, whose attention sinks have not been tried: set "
+            "model.layers=local.",
+            code="unsupported",
+            key="model.layers",
+        )
     if not here.cuda_devices or here.transformer_engine is None:
         lacks = (
             "Transformer Engine on GPUs, which is not installed: install transformer-engine[pytorch] as in "
@@ -155,11 +177,12 @@ def transformer_config(
         qk_layernorm=architecture.qk_norm,
         layernorm_zero_centered_gamma=architecture.norm_plus_one,
         gated_linear_unit=True,
-        activation_func=_gelu if architecture.gelu else silu,
-        add_bias_linear=False,
+        **_activation(architecture),
+        add_bias_linear=architecture.linear_bias,
         add_qkv_bias=architecture.qkv_bias,
         rotary_interleaved=architecture.rope_interleaved,
-        softmax_scale=architecture.query_scale and architecture.query_scale**-0.5,
+        softmax_type="learnable" if architecture.sinks else "vanilla",
+        softmax_scale=_softmax_scale(architecture),
         **_window_config(architecture),
         hidden_dropout=0.0,
         attention_dropout=0.0,
@@ -187,15 +210,41 @@ def transformer_config(
 
 
 def _unfusable(architecture: Architecture) -> Iterator[str]:
-    """Yield the fusions that Megatron lacks for the model: GELU in its tanh form, and MLA's positions without YaRN."""
-    if architecture.gelu:
+    """Yield the fusions that the model does without.
+
+    Megatron has none for GELU in its tanh form and for MLA's positions without YaRN; that of the clamped SwiGLU has not
+    been tried.
+    """
+    if not architecture.fuses_activation:
         yield "bias_activation_fusion"
     if architecture.kv_lora_rank and architecture.rope is None:
         yield "apply_rope_fusion"
 
 
+def _activation(architecture: Architecture) -> dict[str, Any]:
+    if architecture.clamped_swiglu:
+        return {
+            "activation_func": quick_gelu,
+            "glu_linear_offset": 1.0,
+            "activation_func_clamp_value": _SWIGLU_LIMIT,
+        }
+    return {"activation_func": _gelu if architecture.gelu else silu}
+
+
 def _gelu(inputs: Tensor) -> Tensor:
     return gelu(inputs, approximate="tanh")
+
+
+def _softmax_scale(architecture: Architecture) -> float | None:
+    """Return the factor of attention scores; None for 1 / sqrt(head_dim).
+
+    It has YaRN's factor of queries and of keys, which Megatron's fused rotary positions would leave out; with MLA,
+    Megatron itself has it.
+    """
+    scale = architecture.query_scale and architecture.query_scale**-0.5
+    if architecture.kv_lora_rank or not isinstance(architecture.rope, YarnScaling):
+        return scale
+    return (scale or architecture.head_dim**-0.5) * architecture.rope.attention_factor**2
 
 
 def _window_config(architecture: Architecture) -> dict[str, Any]:
@@ -421,7 +470,7 @@ class ExpertRouter(Router):
 
     def forward(self, input: Tensor, padding_mask: None = None) -> tuple[Tensor, Tensor]:  # noqa: ARG002
         """Return `routing` of `input` [seq, batch, hidden], with seq and batch flattened to tokens."""
-        return self.routing(linear(input.flatten(0, 1), self.weight))
+        return self.routing(linear(input.flatten(0, 1), self.weight, self.bias))
 
 
 def complete(module: GPTModel, architecture: Architecture) -> None:
@@ -435,6 +484,9 @@ def complete(module: GPTModel, architecture: Architecture) -> None:
             for last in (layer.self_attention.linear_proj, layer.mlp.linear_fc2):
                 last.post_layernorm = RMSNorm(module.config, architecture.hidden, module.config.layernorm_epsilon)
                 last.register_forward_hook(_normalised)
+        if architecture.linear_bias and isinstance(layer.mlp, MoELayer):
+            for expert in layer.mlp.experts.local_experts:
+                expert.linear_fc2.register_forward_hook(_copied)
         if architecture.local_rope_theta is not None and layer.layer_number - 1 in architecture.local_layers:
             layer.self_attention.register_forward_pre_hook(
                 _LocalPositions(module.rotary_pos_emb, architecture), with_kwargs=True
@@ -448,6 +500,11 @@ def _rounded(number: float, like: Tensor) -> float:
 
 def _normalised(layer: Any, _: Any, outputs: tuple[Tensor, Tensor | None]) -> Any:
     return (layer.post_layernorm(outputs[0]), *outputs[1:])
+
+
+def _copied(_: Any, __: Any, outputs: tuple[Tensor, Tensor | None]) -> Any:
+    """Return the outputs, which Megatron may change: it adds an expert's bias in place, which torch forbids otherwise."""
+    return (outputs[0].clone(), *outputs[1:])
 
 
 class _LocalPositions:
@@ -472,12 +529,15 @@ def inverse_frequencies(architecture: Architecture) -> Tensor:
 
         s_i = clamp((n_i - low) / (high - low), 0, 1);   f'_i = (1 - s_i) f_i / factor + s_i f_i.
 
-    Fast pairs keep their frequency, slow pairs are divided by `factor`, and pairs in between are interpolated.
+    Fast pairs keep their frequency, slow pairs are divided by `factor`, and pairs in between are interpolated; with
+    YaRN, linearly in i (`_yarn_frequencies`).
     """
     frequencies = base_frequencies(architecture, architecture.rope_theta)
     scaling = architecture.rope
-    if not isinstance(scaling, RopeScaling):
+    if scaling is None:
         return frequencies
+    if isinstance(scaling, YarnScaling):
+        return _yarn_frequencies(frequencies, architecture.rope_theta, scaling)
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
     turns = scaling.original_max_positions / (2 * pi / frequencies)
     share = (turns - low) / (high - low)
@@ -487,11 +547,36 @@ def inverse_frequencies(architecture: Architecture) -> Tensor:
     return torch.where(turns > high, frequencies, slow)
 
 
+def _yarn_frequencies(frequencies: Tensor, theta: float, yarn: YarnScaling) -> Tensor:
+    """Return YaRN's frequencies (Peng et al., arXiv:2309.00071, section 3.2), given those without scaling.
+
+    The pair that turns n times within the original context has the number i(n), by which s falls from 1 to 0:
+
+        i(n) = d ln(original_max_positions / (2 pi n)) / (2 ln theta)
+        s_i = 1 - clamp((i - i(beta_fast)) / (i(beta_slow) - i(beta_fast)), 0, 1);   f'_i = (1 - s_i) f_i / factor + s_i f_i.
+    """
+    dims = 2 * len(frequencies)
+    first, last = (
+        dims * log(yarn.original_max_positions / (turns * 2 * pi)) / (2 * log(theta))
+        for turns in (yarn.beta_fast, yarn.beta_slow)
+    )
+    if yarn.truncate:
+        first, last = floor(first), ceil(last)
+    first, last = max(first, 0), min(last, dims - 1)
+    ramp = (torch.arange(len(frequencies), dtype=torch.float32) - first) / ((last - first) or 0.001)
+    share = 1 - ramp.clamp(0, 1)
+    # Not a quotient of frequencies, which would be rounded twice.
+    slow = 1.0 / (yarn.factor * theta ** _powers(dims))
+    return slow * (1 - share) + frequencies * share
+
+
 def base_frequencies(architecture: Architecture, theta: float) -> Tensor:
     """Return f_i = theta^(-2 i / d), [d / 2] float32 on the CPU (Su et al., RoFormer, arXiv:2104.09864, section 3.2.2)."""
-    dims = rotary_dims(architecture)
-    powers = torch.arange(0, dims, 2, dtype=torch.int64).float() / dims
-    return 1.0 / theta**powers
+    return 1.0 / theta ** _powers(rotary_dims(architecture))
+
+
+def _powers(dims: int) -> Tensor:
+    return torch.arange(0, dims, 2, dtype=torch.int64).float() / dims
 
 
 def accept_routes(decoder: Any) -> None:
@@ -542,6 +627,9 @@ class CausalAttention(MegatronModule):
     the backward pass sums the gradients of keys and values over the ranks. A local layer attends within the window, in
     blocks of queries, whose masks have at most the window times twice the window. Values with fewer dimensions than
     keys (MLA) are padded with zeros, because torch's fused kernels need equally many.
+
+    A head with a sink z attends with weights exp(s_j) / (exp(z) + sum_j exp(s_j)), as if there were a key before the
+    first with the score z for every query and the value 0. `_with_sink` adds this key.
     """
 
     def __init__(
@@ -556,6 +644,15 @@ class CausalAttention(MegatronModule):
         self._scale, self._window = softmax_scale, None
         if is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number):
             self._window = config.window_size[0] + 1
+        self.softmax_offset: torch.nn.Parameter | None = None
+        """Sinks [heads] of this TP rank, under the name of Megatron's own attention; None without."""
+        if config.softmax_type == "learnable":
+            self._scale = softmax_scale or config.kv_channels**-0.5
+            heads = config.num_attention_heads // config.tensor_model_parallel_size
+            self.softmax_offset = torch.nn.Parameter(torch.empty(heads, dtype=config.params_dtype))
+            # Megatron's mark of a shard: the norm of the gradient counts those of all ranks.
+            set_tensor_model_parallel_attributes(self.softmax_offset, is_parallel=True, dim=0, stride=1)
+        self._tp_group: ProcessGroup = pg_collection.tp
         self._cp_group: ProcessGroup = pg_collection.cp
         self._cp = config.context_parallel_size
         self._cp_rank = self._cp_group.rank() if self._cp > 1 else 0
@@ -591,6 +688,21 @@ class CausalAttention(MegatronModule):
         out = torch.cat([self._attend(*(each[:, None] for each in part))[:, 0] for part in parts])
         return out[..., :width]
 
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """Return Megatron's description of the sinks, which TP cuts, for a distributed checkpoint."""
+        group = ensure_metadata_has_dp_cp_group(metadata)["dp_cp_group"]
+        state: dict[str, Any] = make_sharded_tensors_for_checkpoint(
+            self.state_dict(keep_vars=True),
+            prefix,
+            {"softmax_offset": 0},
+            sharded_offsets,
+            tp_group=self._tp_group,
+            dp_cp_group=group,
+        )
+        return state
+
     def _gathered(self, key: Tensor, value: Tensor, boundaries: Tensor) -> tuple[Tensor, Tensor]:
         """Gather keys and values of the whole row from all ranks, in the row's order: [seq, groups, dim] each."""
         shares = [columns_of(boundaries.tolist(), self._cp, rank) for rank in range(self._cp)]
@@ -624,9 +736,7 @@ class CausalAttention(MegatronModule):
         """
         if self._window is not None and len(key) > self._window:
             return self._attend_locally(query, key, value, self._window)
-        whole = len(query) == len(key)
-        mask = None if whole else causal_lower_right(len(query), len(key))
-        return self._attend_masked(query, key, value, mask, is_causal=whole)
+        return self._attend_masked(query, key, value)
 
     def _attend_locally(self, query: Tensor, key: Tensor, value: Tensor, window: int) -> Tensor:
         """Return `_attend` with queries that see the last `window` keys up to their own position."""
@@ -637,17 +747,38 @@ class CausalAttention(MegatronModule):
             first, last = max(0, before + start - window + 1), before + end
             size = end - start, last - first
             if size not in masks:
-                masks[size] = _window_mask(*size, window, query)
+                mask = _window_mask(*size, window, query)
+                masks[size] = mask if self.softmax_offset is None else pad(mask, (1, 0))
             parts.append(self._attend_masked(query[start:end], key[first:last], value[first:last], masks[size]))
         return torch.cat(parts)
 
-    def _attend_masked(
-        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool = False
-    ) -> Tensor:
+    def _attend_masked(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None) -> Tensor:
+        """Return attention with `mask` added to the scores, of the sinks too, or causal attention as in `_attend`."""
+        dims = value.shape[-1]
+        if self.softmax_offset is not None:
+            query, key, value = self._with_sink(query, key, value, self.softmax_offset)
+        whole = mask is None and len(query) == len(key)
+        if mask is None and not whole:
+            mask = causal_lower_right(len(query), len(key))
         q, k, v = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))
         shared = q.shape[1] != k.shape[1]
-        out = scaled_dot_product_attention(q, k, v, mask, is_causal=is_causal, scale=self._scale, enable_gqa=shared)
-        return out.permute(2, 0, 1, 3)
+        out = scaled_dot_product_attention(q, k, v, mask, is_causal=whole, scale=self._scale, enable_gqa=shared)
+        return out.permute(2, 0, 1, 3)[..., :dims]
+
+    def _with_sink(self, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return queries, keys and values [seq, batch, heads, dim + `_SINK_DIMS`], with the sinks' key before the first.
+
+        Query heads share keys, but have sinks of their own: a query has its sink in two more dimensions, the key of the
+        sinks has there 1 / scale as the sum of two numbers of the model's dtype, and all other keys have 0.
+        """
+        assert self._scale is not None
+        inverse = torch.full((), 1 / self._scale, device=key.device)
+        large = inverse.to(key.dtype)
+        first = pad(torch.stack((large, (inverse - large).to(key.dtype))), (value.shape[-1], _SINK_DIMS - 2))
+        own = pad(sinks[:, None].expand(-1, 2), (0, _SINK_DIMS - 2)).expand(*query.shape[:-1], -1)
+        key, value = (pad(tensor, (0, _SINK_DIMS)) for tensor in (key, value))
+        key = torch.cat((first.expand(1, *key.shape[1:]), key))
+        return torch.cat((query, own), dim=-1), key, pad(value, (0, 0, 0, 0, 0, 0, 1, 0))
 
 
 def _window_mask(queries: int, keys: int, window: int, like: Tensor) -> Tensor:

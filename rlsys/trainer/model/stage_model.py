@@ -77,7 +77,9 @@ CHECKPOINT_METADATA: dict[str, Any] = {
 }
 """Makes Megatron write checkpoints that load under any TP, PP and DP."""
 _LAYER = re.compile(r"(?<=^decoder\.layers\.)\d+")
-_EXPERT = re.compile(r"(?<=\.experts\.local_experts\.)\d+|(?<=\.experts\.linear_fc[12]\.weight)\d+$")
+_EXPERT = re.compile(
+    r"(?<=\.experts\.local_experts\.)\d+|(?<=\.experts\.linear_fc[12]\.weight)\d+$|(?<=\.experts\.linear_fc[12]\.bias)\d+$"
+)
 
 
 class TargetModel(GPTModel):
@@ -176,7 +178,7 @@ class StageModel:
         self.layers = stage_layers(architecture.layers, parallel.pp, parallel.pp_layers)[coords.pp]
         self.experts = expert_block(architecture.experts, coords.ep_size, coords.ep)
         here = detect()
-        layers = choose_layers(model.layers, here)
+        layers = choose_layers(model.layers, here, architecture.sinks)
         kernels = kernel_settings(model, layers, here)
         self.config = transformer_config(architecture, model, parallel, kernels)
         self.lora = model.lora if self._ADAPTED and model.lora.rank else None
@@ -214,6 +216,8 @@ class StageModel:
                 # With ep=1, Megatron reduces an expert's gradients like those of other parameters. But experts are not
                 # cut by TP, and TP ranks send them different tokens: reduce over TP as well.
                 parameter.allreduce = False
+                # Megatron marks a bias of an expert like one that all TP ranks have.
+                parameter.sequence_parallel = False
         self.loaded = {name: self.parameters[name] for name in self.entries}
         """Parameters that are filled from Hugging Face tensors."""
         self.exported = {name: one for name, one in self.loaded.items() if self.entries[name].rule.exported}

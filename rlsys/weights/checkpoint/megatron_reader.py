@@ -372,8 +372,8 @@ _EXPERTS, _LOCAL = ".mlp.experts.experts.", ".mlp.experts.local_experts."
 _STACKED_EXPERTS = re.compile(r"\.mlp\.experts\.experts\.(?!\d)")
 _WRAPPERS = re.compile(r"^(?:model\.|module\.)+")
 _OPTIMIZER = re.compile(r"^(?:chained_\d+\.)?(?:optimizer|master)\.")
-_HALVES = {"linear_fc1.weight_w": 0, "linear_fc1.weight_v": 1}
-"""Key endings of gate and up projections that are stored separately -> position in the fused weight."""
+_HALVES = {f"linear_fc1.{kind}_{half}": place for kind in ("weight", "bias") for place, half in enumerate("wv")}
+"""Key endings of gate and up projections that are stored separately -> position in the fused tensor."""
 _NORMS = {
     "input_layernorm.weight": "self_attention.linear_qkv.layer_norm_weight",
     "pre_mlp_layernorm.weight": "mlp.linear_fc1.layer_norm_weight",
@@ -666,7 +666,7 @@ def _index(folder: Path, found: metadata.Metadata) -> tuple[dict[str, StoredWeig
 _RANK = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?(?:_(\d{3,}))?")
 _MODEL = re.compile(r"model(\d*)")
 _LAYER = re.compile(r"^(decoder\.layers\.)(\d{1,9})(?=\.)")
-_EXPERT = re.compile(r"(\.mlp\.experts\.(?:local_experts\.|linear_fc[12]\.weight))(\d{1,9})(?!\d)")
+_EXPERT = re.compile(r"(\.mlp\.experts\.(?:local_experts\.|linear_fc[12]\.(?:weight|bias)))(\d{1,9})(?!\d)")
 _TOLERATED = re.compile(
     r"(megatron|transformer_engine|apex)\..*|argparse\.Namespace|types\.SimpleNamespace|_?io\.BytesIO"
     r"|numpy\.(dtype|ndarray|dtypes\.\w+|_?core\.multiarray\.(_reconstruct|scalar))"

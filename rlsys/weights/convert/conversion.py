@@ -61,7 +61,7 @@ from rlsys.weights.convert.model_folder import (
     is_critic,
     open_whole,
 )
-from rlsys.weights.hf_io import INDEX, SINGLE, HfReader, TensorSpec, file_bytes, write_safetensors
+from rlsys.weights.hf_io import INDEX, SINGLE, HfReader, TensorSpec, file_bytes, stacked, write_safetensors
 from rlsys.weights.lora import peft_config, peft_name
 from rlsys.weights.transport import dtype_name
 from rlsys.weights.weight_map import Entry, WeightMap, load_family, packed
@@ -405,7 +405,7 @@ class SafetensorsFile:
     """One safetensors file."""
 
     name: str
-    entries: tuple[Entry, ...]  # In write order: larger dtypes first, then export order.
+    held: tuple[tuple[Entry, ...], ...]  # In write order: larger dtypes first, then export order. See `_held`.
     specs: tuple[TensorSpec, ...]  # Hugging Face tensors of the entries, in write order.
 
 
@@ -440,8 +440,7 @@ class MegatronToHf:
 
     def write(self, name: str, folder: Path) -> None:
         file = self.output_files[name]
-        parts = (part for entry in file.entries for part in self.checkpoint.parts(entry, self.weights))
-        write_safetensors(folder / name, file.specs, ((hf, cast(hf, tensor, self.dtype)) for hf, tensor in parts))
+        write_safetensors(folder / name, file.specs, (part for held in file.held for part in self._tensors(held)))
 
     def finish(self, folder: Path, receipts: Mapping[str, Any]) -> Sequence[str]:  # noqa: ARG002
         specs = [spec for file in self.output_files.values() for spec in file.specs]
@@ -454,18 +453,43 @@ class MegatronToHf:
         adjust_config(folder, dominant_dtype(specs), self.values)
         return notes
 
-    def _plan(self) -> Iterator[SafetensorsFile]:
-        pairs = []
+    def _held(self) -> Iterator[tuple[Entry, ...]]:
+        """Yield each entry alone, or together those of all experts that one Hugging Face tensor stacks."""
+        experts = range(self.weights.architecture.experts)
         for entry in self.weights.entries():
-            dtype, shapes = self.dtype or self.checkpoint.dtype(entry), entry.rule.shapes
-            specs = [TensorSpec(name, dtype, shape) for name, shape in zip(entry.hf, shapes, strict=True)]
-            pairs.append((entry, specs))
+            if entry.rule.stack is None:
+                yield (entry,)
+            elif entry.expert == 0:
+                name = entry.rule.megatron[0]
+                yield tuple(self.weights.entry(name.format(layer=entry.layer, expert=number)) for number in experts)
+
+    def _specs(self, held: Sequence[Entry]) -> list[TensorSpec]:
+        entry, shapes = held[0], held[0].rule.shapes
+        dtype = self.dtype or self.checkpoint.dtype(entry)
+        if entry.rule.stack is None:
+            return [TensorSpec(name, dtype, shape) for name, shape in zip(entry.hf, shapes, strict=True)]
+        whole = (len(held), *shapes[0][1:], sum(shape[0] for shape in shapes))
+        return [TensorSpec(entry.rule.stack.format(layer=entry.layer), dtype, whole)]
+
+    def _tensors(self, held: Sequence[Entry]) -> Iterator[tuple[str, Tensor]]:
+        parts = map(self._parts, held)
+        if held[0].rule.stack is None:
+            yield from next(parts)
+            return
+        (spec,) = self._specs(held)
+        yield spec.name, stacked(spec, ([tensor for _, tensor in own] for own in parts))
+
+    def _parts(self, entry: Entry) -> Iterator[tuple[str, Tensor]]:
+        return ((hf, cast(hf, one, self.dtype)) for hf, one in self.checkpoint.parts(entry, self.weights))
+
+    def _plan(self) -> Iterator[SafetensorsFile]:
+        pairs = [(held, self._specs(held)) for held in self._held()]
         runs = list(packed(pairs, lambda pair: sum(spec.nbytes for spec in pair[1]), self.shard_bytes))
-        for number, held in enumerate(runs, 1):
+        for number, of_file in enumerate(runs, 1):
             name = SINGLE if len(runs) == 1 else f"model-{number:05d}-of-{len(runs):05d}.safetensors"
-            held.sort(key=lambda pair: -pair[1][0].dtype.itemsize)
+            of_file.sort(key=lambda pair: -pair[1][0].dtype.itemsize)
             yield SafetensorsFile(
-                name, tuple(entry for entry, _ in held), tuple(spec for _, specs in held for spec in specs)
+                name, tuple(held for held, _ in of_file), tuple(spec for _, specs in of_file for spec in specs)
             )
 
 

@@ -50,10 +50,16 @@ def companions(original: Path) -> list[Path]:
 
 
 def copy_companions(original: Path, folder: Path) -> list[str]:
-    """Copy the companions of `original` to `folder`; return notes for the user."""
+    """Copy the companions of `original` to `folder`; return notes for the user.
+
+    What is converted is not quantised, so the copied config does not say so.
+    """
     for path in companions(original):
         (folder / path).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(original / path, folder / path)
+    config = read_config(folder)
+    if config.pop("quantization_config", None) is not None:
+        (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     if not any((original / name).is_file() for name in _TOKENIZERS):
         return [f"{original} has no tokenizer, so the converted model has none: copy one into it before use."]
     return []

@@ -9,22 +9,26 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from rlsys.apps.convert.verify import verify
 from rlsys.config.schema import ParallelConfig
 from rlsys.weights.convert.conversion import hf_to_megatron, megatron_to_hf
 from rlsys.weights.convert.model_folder import info
-from rlsys.weights.hf_io import INDEX
+from rlsys.weights.hf_io import INDEX, SINGLE
 from tests.support.hf_models import (
     assert_same_tensors,
     json_of,
     logits_by_transformers,
     make_model,
+    quantised,
     reconfigured,
     rewritten,
     tensors_of,
 )
 from tests.support.refusals import refused
+from tests.support.tensors import raw
 
 
 def round_trip(model: Path, parallel: ParallelConfig | None = None, **options: Any) -> Path:
@@ -193,3 +197,22 @@ def test_conversion_resumes_after_a_damaged_source_is_repaired(tmp_path: Path) -
     outcome = megatron_to_hf(tmp_path / "mg", out, model, shard_bytes=5000, processes=1)
     assert 0 < outcome.kept < outcome.files
     assert_same_tensors(model, out)
+
+
+def test_experts_in_mxfp4_come_back_as_what_transformers_makes_of_them(tmp_path: Path) -> None:
+    model = make_model(tmp_path / "model", "gpt-oss", shard_size="1GB")
+    names = load_file(model / SINGLE).keys()
+    given = load_file(quantised(model) / SINGLE)
+    hf_to_megatron(model, tmp_path / "mg", processes=1)
+    megatron_to_hf(tmp_path / "mg", tmp_path / "back", processes=1)
+    found = load_file(tmp_path / "back" / SINGLE)
+    assert found.keys() == names
+    for name, tensor in found.items():
+        blocks, scales = (given.get(f"{name}_{part}") for part in ("blocks", "scales"))
+        expected = given[name] if blocks is None else convert_moe_packed_tensors(blocks, scales)
+        assert raw(tensor) == raw(expected), name
+    for folder in (tmp_path / "mg" / "hf", tmp_path / "back"):
+        assert json_of(folder / "config.json") == {
+            key: value for key, value in json_of(model / "config.json").items() if key != "quantization_config"
+        }
+    assert logits_by_transformers(tmp_path / "back", torch.arange(9)[None]).isfinite().all()

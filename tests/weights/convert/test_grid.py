@@ -58,6 +58,10 @@ class Kind(NamedTuple):
     critic: bool = False
     dtype: Dtype = Dtype.float32
 
+    @property
+    def mixture(self) -> bool:
+        return self.family in ("qwen3-moe", "gpt-oss")
+
 
 KINDS = {
     "deepseek": Kind("deepseek-moe"),
@@ -69,6 +73,7 @@ KINDS = {
     "phi3": Kind("phi3"),
     "gemma3": Kind("gemma3"),
     "glm4": Kind("glm4"),
+    "gpt-oss": Kind("gpt-oss"),
     "ministral": Kind("ministral"),
     "mistral": Kind("mistral"),
     "critic": Kind("qwen3", critic=True),
@@ -89,7 +94,7 @@ NORMAL = (
 def points() -> Iterator[object]:
     """Yield the kind, the layout of the group, and the layout of the checkpoint that the group loads: the next one."""
     for name, kind in KINDS.items():
-        spreads = (1, 2) if "moe" in kind.family else (1,)
+        spreads = (1, 2) if kind.mixture else (1,)
         cuts = [cut for cut in map(Cut._make, product((1, 2, 4), (1, 2, 3), spreads)) if cut.processes <= PROCESSES]
         for cut, other in zip(cuts, cuts[1:] + cuts[:1], strict=True):
             marks = () if (name, cut) in NORMAL else pytest.mark.slow
@@ -107,7 +112,7 @@ def probe() -> MicroBatch:
 def _load_compute_save(group: Group, folder: str, kind: Kind, cut: Cut) -> None:
     parallel = cut.parallel
     # Tensor parallelism with experts requires sequence parallelism.
-    parallel.sequence_parallel = cut.tp > 1 and "moe" in kind.family
+    parallel.sequence_parallel = cut.tp > 1 and kind.mixture
     config = ModelConfig(f"{folder}/model", Layers.local, kind.dtype)
     common: dict[str, Any] = {"total_steps": 9, "seed": 1}
     place, adam = group.meet(), AdamwConfig()
