@@ -99,7 +99,7 @@ class LoraConfig:
     """Linear layers with adapters, by the last part of their Hugging Face names, such as [q_proj, v_proj]; null is every
     linear layer of attention and MLP. Experts cannot have adapters."""
     sync: LoraSync = LoraSync.merged
-    """What the actor sends to the engines at each weight version. `merged`: Every weight of the model, with the adapters
+    """Tensors that the actor sends to the engines at each weight version. `merged`: Every weight of the model, with the adapters
     merged into it. `adapters`: The adapters alone; the process of each engine merges them into the frozen weights, which
     it reads from `model.path`."""
 

@@ -30,6 +30,8 @@ ADAPTER_PREFIX = "base_model.model."
 """Start of PEFT's names of an adapter's tensors, under which they travel, alone or beside the merged weights."""
 VOCAB_MULTIPLE = 128
 """Megatron's vocabulary is padded to a multiple of this number, so most TP sizes give the same shape."""
+SINK_DIMS = 8
+"""Dimensions that an attention sink adds to a head; fused kernels on a GPU want a multiple of 8."""
 _HEADS = ("logits", "values")
 
 

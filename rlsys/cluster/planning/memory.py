@@ -57,12 +57,11 @@ from rlsys.config.schema import (
 )
 from rlsys.rollout.kinds import engine_fact
 from rlsys.weights.lora import adapter_rules
-from rlsys.weights.weight_map import Architecture, Cut, Rule, read_architecture, rules_of, stage_layers
+from rlsys.weights.weight_map import SINK_DIMS, Architecture, Cut, Rule, read_architecture, rules_of, stage_layers
 
 MIB, GIB = 1024**2, 1024**3
 BYTES = {Dtype.float32: 4, Dtype.bfloat16: 2}
 _CHUNKS = 4  # Float32 chunks of logits alive at a time: two for the current chunk, two for the previous one.
-_SINK_DIMS = 8  # Dimensions that a sink adds to a head; see `rlsys.trainer.model.layers`.
 CONTEXT_BYTES = GIB // 2
 """CUDA context of one process on one GPU, with the kernels that torch loads; an estimate."""
 NCCL_BYTES = GIB // 4
@@ -688,7 +687,7 @@ def _attend_gathered(rank: StageRank, query: float, key: int) -> LayerStep:
 
 def _wider(rank: StageRank) -> float:
     """Return the size of a head with a sink, relative to one without."""
-    return 1 + _SINK_DIMS / rank.model.head_dim
+    return 1 + SINK_DIMS / rank.model.head_dim
 
 
 def _attend_engine(rank: StageRank, query: int, key: int) -> list[LayerStep]:

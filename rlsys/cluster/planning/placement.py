@@ -288,14 +288,15 @@ def parallel_problems(group: str, parallel: ParallelConfig, world: int, model: A
             )
         elif min(parallel.pp_layers) < 1:
             yield Problem.of(f"{key}.pp_layers={parallel.pp_layers}: every stage needs at least one layer.")
-        elif parallel.pp_layers[0] <= model.dense_layers:
-            yield Problem.of(
-                f"{key}.pp_layers={parallel.pp_layers} gives the first stage none of the layers with experts, which begin after "
-                f"{model.dense_layers} without: give it more layers."
-            )
     elif model.layers % parallel.pp:
         yield Problem.of(
             f"{key}.pp={parallel.pp} does not divide the model's {model.layers} layers: set {key}.pp_layers."
+        )
+    first = parallel.pp_layers[0] if parallel.pp_layers else model.layers // parallel.pp
+    if 0 < first <= model.dense_layers:  # Its optimiser, without experts, could not be saved.
+        yield Problem.of(
+            f"{key}.pp={parallel.pp} gives the first stage {first} layers, but the layers with experts begin after "
+            f"{model.dense_layers}: give it more in {key}.pp_layers, or lower {key}.pp."
         )
     if model.heads % parallel.tp:
         yield Problem.of(

@@ -63,7 +63,7 @@ from rlsys.config.schema import Dtype, Layers, ModelConfig, ParallelConfig
 from rlsys.errors import UserError
 from rlsys.observe.environment import Capabilities
 from rlsys.trainer.batches import columns_of
-from rlsys.weights.weight_map import Architecture, YarnScaling, rotary_dims, stage_layers
+from rlsys.weights.weight_map import SINK_DIMS, Architecture, YarnScaling, rotary_dims, stage_layers
 
 FP8_RECIPE: dict[str, Any] = {
     "fp8": "hybrid",
@@ -73,8 +73,6 @@ FP8_RECIPE: dict[str, Any] = {
 
 _SWIGLU_LIMIT = 7.0
 """Limit of gate and up in a model with `clamped_swiglu`."""
-_SINK_DIMS = 8
-"""Dimensions that a sink adds to a head; fused kernels on a GPU want a multiple of 8."""
 _FULL_RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 
 
@@ -766,7 +764,7 @@ class CausalAttention(MegatronModule):
         return out.permute(2, 0, 1, 3)[..., :dims]
 
     def _with_sink(self, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return queries, keys and values [seq, batch, heads, dim + `_SINK_DIMS`], with the sinks' key before the first.
+        """Return queries, keys and values [seq, batch, heads, dim + `SINK_DIMS`], with the sinks' key before the first.
 
         Query heads share keys, but have sinks of their own: a query has its sink in two more dimensions, the key of the
         sinks has there 1 / scale as the sum of two numbers of the model's dtype, and all other keys have 0.
@@ -774,9 +772,9 @@ class CausalAttention(MegatronModule):
         assert self._scale is not None
         inverse = torch.full((), 1 / self._scale, device=key.device)
         large = inverse.to(key.dtype)
-        first = pad(torch.stack((large, (inverse - large).to(key.dtype))), (value.shape[-1], _SINK_DIMS - 2))
-        own = pad(sinks[:, None].expand(-1, 2), (0, _SINK_DIMS - 2)).expand(*query.shape[:-1], -1)
-        key, value = (pad(tensor, (0, _SINK_DIMS)) for tensor in (key, value))
+        first = pad(torch.stack((large, (inverse - large).to(key.dtype))), (value.shape[-1], SINK_DIMS - 2))
+        own = pad(sinks[:, None].expand(-1, 2), (0, SINK_DIMS - 2)).expand(*query.shape[:-1], -1)
+        key, value = (pad(tensor, (0, SINK_DIMS)) for tensor in (key, value))
         key = torch.cat((first.expand(1, *key.shape[1:]), key))
         return torch.cat((query, own), dim=-1), key, pad(value, (0, 0, 0, 0, 0, 0, 1, 0))
 
