@@ -24,6 +24,7 @@ from rlsys.apps.cli.main import app
 from rlsys.cluster.planning.memory import MicroBatchLoad, count_parameters, group_memory
 from rlsys.cluster.planning.placement import fullest_device, launch_problems, memory_problems
 from rlsys.cluster.planning.resolve import make_plan
+from rlsys.cluster.planning.work import OPTIMIZER_BYTES, HardwareCosts
 from rlsys.config.schema import Layers, Mode, RunConfig, SyncMode
 from rlsys.orchestrator.validate import find_problems
 from rlsys.weights.weight_map import architecture_of, read_architecture
@@ -132,6 +133,18 @@ def test_memory_of_a_3b_actor_by_hand() -> None:
     less, more = (group_memory(config, replace(model, layers=n), "actor", load) for n in layers)
     by_hand = 2 * (2 * 2 * hidden + 4) + 2 * (hidden + 2 * 256 + hidden) + 4 * 16 + 2 * 3 * 11008
     assert more.parts["activations"] - less.parts["activations"] == pytest.approx(1000 * by_hand)
+
+
+def test_adapters_are_all_that_a_checkpoint_has_and_an_optimizer_steps() -> None:
+    """Rank 32 on 28 layers: q and o map 3,584 to 3,584, k and v to 512, gate and up to 18,944, and down back."""
+    config = composed(name="searchr1_qwen2.5_7b_lora_1gpu")
+    config.model.path = str(shape_of(config.model.path))
+    trained = 28 * 32 * (2 * (3584 + 3584) + 2 * (3584 + 512) + 3 * (3584 + 18944))
+    assert make_plan(config)["checkpoint_gib"] == pytest.approx(trained * (2 + 4 + 8) / 2**30)
+    model = read_architecture(config.model.path)
+    costs = HardwareCosts(config, model)
+    update = costs.calls()["actor"].apply_s - costs.reached.call_s
+    assert update == pytest.approx(OPTIMIZER_BYTES * trained / (costs.speed.memory * costs.reached.memory))
 
 
 TWO_MACHINES = ["cluster.nodes=2", "cluster.devices_per_node=2", "cluster.sync_mode=broadcast"]

@@ -9,14 +9,12 @@ from rlsys.apps.planner.costs import Costs
 from rlsys.apps.planner.estimate import generation_s
 from rlsys.apps.planner.workload import Workload
 from rlsys.cluster.planning.hardware import SPEEDS
-from rlsys.cluster.planning.memory import count_parameters, group_memory, matrix_share, state_bytes
+from rlsys.cluster.planning.memory import BYTES, checkpoint_bytes, group_memory
 from rlsys.cluster.planning.placement import parse_placement
 from rlsys.config.derived import has_critic, megatron_groups
 from rlsys.config.schema import InferenceConfig, RunConfig
 from rlsys.weights.weight_map import Architecture
 
-MASTER_BYTES = 4
-"""Bytes of the float32 copy of a parameter, which a checkpoint has beside the optimiser's state."""
 _DRAWN = 32
 """Prompt groups whose lengths an evaluation is computed with."""
 
@@ -66,14 +64,14 @@ def evaluation_s(config: RunConfig, costs: Costs, workload: Workload) -> float:
 def checkpoint_s(config: RunConfig, model: Architecture, device: str, workload: Workload) -> float:
     """Return the seconds for which training waits for a checkpoint: the copy to the host, and unless
     `checkpoint.background` the write."""
-    speed, staged, written = SPEEDS[device], 0.0, 0.0
+    staged = 0.0
     for name, settings in megatron_groups(config).items():
-        if isinstance(settings, InferenceConfig):
-            continue
-        parts = group_memory(config, model, name).parts
-        staged = max(staged, parts["parameters"] + parts["optimizer"])
-        state = state_bytes(settings.optimizer, matrix_share(model))
-        written += count_parameters(model) * (state + MASTER_BYTES)
+        if not isinstance(settings, InferenceConfig):
+            parts = group_memory(config, model, name).parts
+            trained = parts["gradients"] / 4 * BYTES[config.model.dtype]
+            staged = max(staged, trained + parts["optimizer"])
     rate = workload.disk_gb_s * 1e9 * config.cluster.nodes
-    copied = staged / speed.host
-    return copied if config.checkpoint.background else copied + (written / rate if rate else inf)
+    copied = staged / SPEEDS[device].host
+    if config.checkpoint.background:
+        return copied
+    return copied + (checkpoint_bytes(config, model) / rate if rate else inf)

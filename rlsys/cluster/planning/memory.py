@@ -38,6 +38,7 @@ from rlsys.config.derived import (
     has_critic,
     has_reference,
     megatron_groups,
+    moves_reference,
     of_teacher,
     scores_with_policy,
     sums_over_vocabulary,
@@ -127,6 +128,30 @@ def count_parameters(model: Architecture) -> int:
         * rule.exported
         for rule in rules_of(model)
     )
+
+
+def trained_parameters(config: RunConfig, model: Architecture, group: str = "actor") -> int:
+    """Count the parameters that `group` trains: all of the model, or the adapters of an actor with LoRA."""
+    lora = config.model.lora
+    if not lora.rank or group == "critic":
+        return count_parameters(model)
+    return model.layers * sum(prod(shape) for rule in adapter_rules(model, lora) for shape in rule.shapes)
+
+
+def checkpoint_bytes(config: RunConfig, model: Architecture) -> float:
+    """Return the bytes of one complete checkpoint.
+
+    Each trained parameter has its weight, a float32 copy and the optimiser's state (measured with AdamW: 16.2 bytes
+    per parameter for float32 weights). A moving reference adds its weights and a float32 copy.
+    """
+    weight, nbytes = BYTES[config.model.dtype] + 4, 0.0
+    for name, settings in megatron_groups(config).items():
+        if not isinstance(settings, InferenceConfig):
+            state = state_bytes(settings.optimizer, matrix_share(model))
+            nbytes += trained_parameters(config, model, name) * (weight + state)
+    if has_reference(config.algorithm) and moves_reference(config.algorithm):
+        nbytes += count_parameters(model) * weight
+    return nbytes
 
 
 class StageRank:

@@ -8,7 +8,7 @@ from typing import Any
 from rlsys.cluster.planning.cost import StepCost
 from rlsys.cluster.planning.hardware import DEVICE
 from rlsys.cluster.planning.host import host_memory
-from rlsys.cluster.planning.memory import GIB, count_parameters, group_memory
+from rlsys.cluster.planning.memory import GIB, checkpoint_bytes, count_parameters, group_memory
 from rlsys.cluster.planning.placement import parse_placement
 from rlsys.config import derived
 from rlsys.config.derived import has_critic, megatron_groups
@@ -48,6 +48,7 @@ def make_plan(config: RunConfig) -> dict[str, Any]:
         "search": _search(config),
         "seconds": _seconds(config, model) if config.cluster.device is Device.gpu else {},
         "host_gib": _host_gib(config, model),
+        "checkpoint_gib": checkpoint_bytes(config, model) / GIB,
         "notes": list(algorithm_notes(config)),
     }
 
@@ -72,6 +73,7 @@ def render_plan(plan: dict[str, Any]) -> str:
         )
     needs = ", ".join(f"{part} {size:.3g}" for part, size in plan["host_gib"].items())
     lines.append(f"  host       GiB of the fullest machine: {needs}")
+    lines.append(f"  checkpoint {plan['checkpoint_gib']:.3g} GiB each")
     for name, group in plan["groups"].items():
         sizes = ", ".join(f"{key} {value}" for key, value in group.items() if key in _SIZES)
         ranks = ",".join(map(str, group["ranks"]))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from math import inf, prod
+from math import inf
 
 from rlsys.cluster.planning.hardware import DEVICE, REACHED, SPEEDS, Reached
 from rlsys.cluster.planning.memory import (
@@ -19,12 +19,12 @@ from rlsys.cluster.planning.memory import (
     holds_reference,
     kv_cache_tokens,
     kv_token_bytes,
+    trained_parameters,
 )
 from rlsys.cluster.planning.placement import CRITIC, Ranks, parse_placement
 from rlsys.config.derived import backward_passes, has_critic, megatron_groups, of_teacher, scoring_forwards
 from rlsys.config.schema import LoraSync, Mode, ParallelConfig, RunConfig, SyncMode
 from rlsys.weights.flops import Flops, flops_of
-from rlsys.weights.lora import adapter_rules
 from rlsys.weights.weight_map import Architecture, read_architecture
 
 OPTIMIZER_BYTES = 34
@@ -244,7 +244,7 @@ class HardwareCosts:
             token_s=exchanges * self.exchanged_s(parallel, ranks) / parallel.cp + passes * self._handled_s(parallel),
             stages=parallel.pp,
             call_s=reached.call_s,
-            apply_s=self._apply_s(parallel, ranks) if backward else 0.0,
+            apply_s=self._apply_s(group) if backward else 0.0,
         )
 
     @property
@@ -258,9 +258,16 @@ class HardwareCosts:
         nbytes = reached.activation_reads * copies * model.layers * model.hidden * BYTES[self.config.model.dtype]
         return nbytes / (self.speed.memory * reached.memory) / (parallel.tp * parallel.cp * parallel.pp)
 
-    def _apply_s(self, parallel: ParallelConfig, ranks: Ranks) -> float:
-        update = OPTIMIZER_BYTES * self.parameters / len(ranks) / (self.speed.memory * self.reached.memory)
-        return self.reached.call_s + update + self.gradients_s(parallel, ranks)
+    def _apply_s(self, group: str) -> float:
+        """Return the seconds of an optimiser step: data-parallel ranks reduce float32 gradients, update their share of the
+        parameters and gather weights."""
+        parallel, ranks = megatron_groups(self.config)[group].parallel, self.ranks[group]
+        trained = trained_parameters(self.config, self.model, group)
+        update = OPTIMIZER_BYTES * trained / len(ranks) / (self.speed.memory * self.reached.memory)
+        copies = len(ranks) // (parallel.tp * parallel.pp)
+        nbytes = trained / parallel.pp / max(parallel.tp, parallel.ep) * (4 + BYTES[self.config.model.dtype])
+        exchange = (copies - 1) / copies * nbytes / self.link(ranks, len(ranks) // parallel.pp)
+        return self.reached.call_s + update + exchange
 
     def exchanged_s(self, parallel: ParallelConfig, ranks: Ranks) -> float:
         """Return the seconds per token in which a rank exchanges activations in one pass through its layers.
@@ -276,13 +283,6 @@ class HardwareCosts:
         of_layer += (cp - 1) * keys / self.link(ranks, tp * cp)
         return model.layers / parallel.pp * of_layer
 
-    def gradients_s(self, parallel: ParallelConfig, ranks: Ranks) -> float:
-        """Return the seconds in which data-parallel ranks reduce float32 gradients and gather weights."""
-        copies = len(ranks) // (parallel.tp * parallel.pp)
-        held = self.parameters / parallel.pp / max(parallel.tp, parallel.ep)
-        nbytes = held * (4 + BYTES[self.config.model.dtype])
-        return (copies - 1) / copies * nbytes / self.link(ranks, len(ranks) // parallel.pp)
-
     def link(self, ranks: Ranks, size: int) -> float:
         """Return the bytes per second between the members of each `size` consecutive ranks."""
         per_machine = self.config.cluster.devices_per_node or inf
@@ -293,10 +293,8 @@ class HardwareCosts:
     def sync(self) -> SyncCosts:
         """Return the costs of a weight sync, whose bytes pass through the sender's first rank."""
         config, speed, share = self.config, self.speed, self.reached.sync_link
-        item, lora, sent = BYTES[config.rollout.engine.dtype], config.model.lora, self.parameters
-        if lora.rank and lora.sync is LoraSync.adapters:
-            shapes = (shape for rule in adapter_rules(self.model, lora) for shape in rule.shapes)
-            sent = self.model.layers * sum(map(prod, shapes))
+        item, adapters = BYTES[config.rollout.engine.dtype], config.model.lora.sync is LoraSync.adapters
+        sent = trained_parameters(config, self.model) if adapters else self.parameters
         actor, rollout = self.ranks["actor"], self.ranks["rollout"]
         inside = self.link((*actor, *rollout), len(actor) + len(rollout)) > speed.network * self.reached.link
         host = config.cluster.sync_mode in (SyncMode.tensor, SyncMode.disk)

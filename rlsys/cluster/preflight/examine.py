@@ -27,16 +27,14 @@ from safetensors import SafetensorError, safe_open
 
 from rlsys.cluster.local_ray import RAY_PORT, ray_parent
 from rlsys.cluster.planning.host import SHARED_BYTES
-from rlsys.cluster.planning.memory import BYTES, GIB, state_bytes
+from rlsys.cluster.planning.memory import GIB
 from rlsys.cluster.planning.placement import USABLE, fullest_device, launch_problems, memory_fix, parse_placement
 from rlsys.cluster.planning.resolve import make_plan
 from rlsys.cluster.preflight.machine import Gpus, RayCluster, SearchAnswer, ThisMachine, Unseen
 from rlsys.config.derived import (
     chosen_layers,
     has_critic,
-    has_reference,
     heldout_files,
-    moves_reference,
     needs_server,
     of_teacher,
     train_files,
@@ -450,7 +448,7 @@ def _ray_devices(config: RunConfig, seen: RayCluster, ranks: int) -> Finding:
 def _room_findings(config: RunConfig, plan: Mapping[str, Any] | None, machine: ThisMachine) -> Iterator[Finding]:
     """Check disk space, shared memory and host memory. Checks that depend on the plan are skipped without one."""
     if plan is not None:
-        yield _output(config, int(plan["model"]["parameters"]), machine)
+        yield _output(config, float(plan["checkpoint_gib"]), machine)
     yield _spill(machine)
     device = config.cluster.device
     needs = {"shared": SHARED_BYTES[device] / GIB} if plan is None else plan["host_gib"]
@@ -477,7 +475,7 @@ def _host_memory(needs: Mapping[str, float], machine: ThisMachine) -> Finding:
     return _ok_or_wrong(free > needed, "memory", found, fix)
 
 
-def _output(config: RunConfig, parameters: int, machine: ThisMachine) -> Finding:
+def _output(config: RunConfig, checkpoint_gib: float, machine: ThisMachine) -> Finding:
     what, folder = "disk for the run", Path(config.output_dir)
     try:
         disk = machine.disk(folder)
@@ -486,41 +484,28 @@ def _output(config: RunConfig, parameters: int, machine: ThisMachine) -> Finding
     if not disk.writable:
         found = f"{disk.folder} is not writable by this user"
         return wrong(what, found, "set another output_dir, or make it writable")
-    count, each = _checkpoints_at_once(config), _checkpoint_gib(config, parameters)
+    count, others = _checkpoints_at_once(config)
     by_disk = config.cluster.sync_mode is SyncMode.disk
     weights = _BUCKET_FILES * config.cluster.sync_bucket_bytes / GIB if by_disk else 0.0
-    needed = count * each + weights + _LOGS_GIB
-    checkpoints = f"{count} checkpoint{'s' if count > 1 else ''} of {spoken(each)}"
+    needed = count * checkpoint_gib + weights + _LOGS_GIB
+    checkpoints = f"{count} checkpoint{'s' if count > 1 else ''} of {spoken(checkpoint_gib)}"
     found = (
         f"{disk.free_gib:.1f} GiB free in {disk.folder}, and the run may write {needed:.1f}, including {checkpoints}"
     )
-    room = int((disk.free_gib - _LOGS_GIB) / each)
-    fewer = f"set checkpoint.keep_last={room - 1}, or " if room > 1 else ""
+    fits = int((disk.free_gib - weights - _LOGS_GIB) / checkpoint_gib) - others
+    fewer = f"set checkpoint.keep_last={fits}, or " if 0 < fits < count - others else ""
     fix = f"{fewer}free {needed - disk.free_gib:.1f} GiB, or set another output_dir"
     return _ok_or_wrong(disk.free_gib >= needed, what, found, fix)
 
 
-def _checkpoint_gib(config: RunConfig, parameters: int) -> float:
-    """Return the size of one complete checkpoint in GiB.
-
-    Each trained parameter has its weight, a float32 copy and the optimiser's state (measured with AdamW: 16.2 bytes
-    per parameter for float32 weights). A moving reference adds its weights and a float32 copy.
-    """
-    weight = BYTES[config.model.dtype] + 4
-    states = [state_bytes(config.actor.optimizer)]
-    states += [state_bytes(config.critic.optimizer)] if has_critic(config.algorithm) else []
-    moved = has_reference(config.algorithm) and moves_reference(config.algorithm)
-    return parameters * (sum(weight + state for state in states) + moved * weight) / GIB
-
-
-def _checkpoints_at_once(config: RunConfig) -> int:
-    """Return the maximum number of checkpoints on disk: those kept, and the one being written."""
+def _checkpoints_at_once(config: RunConfig) -> tuple[int, int]:
+    """Return the maximum number of checkpoints on disk, and how many of them `keep_last` does not count: the one being
+    written, the best one and landmarks."""
     settings, steps = config.checkpoint, config.trainer.steps
     saved = {*range(settings.interval, steps + 1, settings.interval), steps} if settings.interval > 0 else {steps}
-    if settings.keep_last is None:
-        return len(saved)
     landmarks = 0 if settings.keep_every is None else sum(step % settings.keep_every == 0 for step in saved)
-    return min(len(saved), settings.keep_last + settings.keep_best + landmarks + 1)
+    others = 1 + settings.keep_best + landmarks
+    return len(saved) if settings.keep_last is None else min(len(saved), settings.keep_last + others), others
 
 
 def _spill(machine: ThisMachine) -> Finding:

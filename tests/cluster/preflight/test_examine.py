@@ -239,15 +239,15 @@ def test_disk_for_checkpoints_is_counted_and_the_fix_fits(node_run: Compose, tmp
     norms of 64. One more norm follows the last layer.
     """
     layer = 64 * 64 + 64 + 2 * (32 * 64 + 32) + 64 * 64 + 3 * 64 * 96 + 2 * 64
-    one = (320 * 64 + 4 * layer + 64) * 14 / 2**30
-    outputs = str(tmp_path / "outputs")
-    config = node_run("trainer.steps=105", "checkpoint.interval=10")
+    one, outputs = (320 * 64 + 4 * layer + 64) * 14 / 2**30, str(tmp_path / "outputs")
+    often = ["trainer.steps=105", "checkpoint.interval=10"]
     enough, half = (machine(free_gib={outputs: 1.0 + count * one}) for count in (11.001, 5.5))
-    assert not wrong_findings(config, enough)
-    (short,) = wrong_findings(config, half).values()
-    assert "set checkpoint.keep_last=4" in short.fix
-    assert wrong_findings(node_run("trainer.steps=105", "checkpoint.interval=10", "checkpoint.keep_last=4"), half) == {}
-    stateless = node_run("trainer.steps=105", "checkpoint.interval=10", "actor.optimizer=sgd")
+    assert not wrong_findings(node_run(*often), enough)
+    for best, kept in (("checkpoint.keep_best=false", 4), ("checkpoint.keep_best=true", 3)):
+        (short,) = wrong_findings(node_run(*often, "checkpoint.keep_last=9", best), half).values()
+        assert f"set checkpoint.keep_last={kept}," in short.fix
+        assert wrong_findings(node_run(*often, f"checkpoint.keep_last={kept}", best), half) == {}
+    stateless = node_run(*often, "actor.optimizer=sgd")
     assert wrong_findings(stateless, machine(free_gib={outputs: 1.0 + 11.001 * one * 6 / 14})) == {}
     assert wrong_findings(stateless, machine(free_gib={outputs: 1.0 + 10.9 * one * 6 / 14})) != {}
 
