@@ -15,6 +15,8 @@ def generation_s(engine: EngineCosts, lengths: Sequence[float], prompt: float, r
 
     As many as fit run at a time; the last ones end one after the other. Infinite if the cache has no room for one.
     """
+    if not requests:
+        return 0.0
     mean = fmean(lengths)
     room = min(requests, engine.max_running, engine.cache_tokens / (prompt + mean / 2))
     if room < min(1, requests):

@@ -113,9 +113,10 @@ class Workload:
         waits = self.tool_s * np.exp(
             self.tool_spread * rng.standard_normal((samples, most + 1)) - self.tool_spread**2 / 2
         )
+        prompt = min(int(self.prompt), task.max_prompt_tokens)
         observation = min(self.observation, task.max_observation_tokens)
         return [
-            EpisodeDraw(int(self.prompt), _within(task.max_total_tokens - self.prompt, of, observation, seconds, last))
+            EpisodeDraw(prompt, _within(task.max_total_tokens - prompt, of, observation, seconds, last))
             for of, seconds, last in zip(lengths.tolist(), waits.tolist(), calls.tolist(), strict=True)
         ]
 

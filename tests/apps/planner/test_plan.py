@@ -15,7 +15,7 @@ import pytest
 
 from rlsys.apps.cli.main import main
 from rlsys.apps.planner.answer import Machines, Planner, machines_of, with_shape
-from rlsys.apps.planner.whole_run import whole_run
+from rlsys.apps.planner.whole_run import evaluation_s, whole_run
 from rlsys.apps.planner.workload import Workload
 from rlsys.cluster.planning.cost import StepCost
 from rlsys.cluster.planning.hardware import REACHED, REACHED_SOURCE, SPEEDS
@@ -114,8 +114,13 @@ def test_evaluations_checkpoints_and_failures_lengthen_a_run() -> None:
     assert hours["failures"] == pytest.approx(total * lost)
     written = replace(config, checkpoint=replace(config.checkpoint, background=False))
     slower = whole_run(written, model, "H100", costs, workload, step_s=60, devices=8)
-    more = 5 * 12 * count_parameters(model) / 2e9 / 3600
+    more = 5 * 14 * count_parameters(model) / 2e9 / 3600
     assert slower["checkpoints"] - hours["checkpoints"] == pytest.approx(more)
+
+
+def test_an_evaluation_without_questions_takes_only_the_wait_for_tools() -> None:
+    config, workload = config_of("searchr1_qwen2.5_3b_1node", "eval.limit=null"), Workload(eval_questions=0, tool_s=0)
+    assert evaluation_s(config, costs_of(FREE, 1.0, 1.0), workload) == 0
 
 
 def test_failures_that_undo_all_work_never_end() -> None:

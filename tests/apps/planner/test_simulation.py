@@ -168,8 +168,9 @@ def test_assumed_lengths_keep_their_mean_whatever_the_tail() -> None:
     workload = replace(EQUAL, spread=1.0)
     drawn = [one.generated for number in range(400) for one in workload.group(config, 0, number, 8)]
     assert sum(drawn) / len(drawn) == pytest.approx(100, rel=0.06)
-    config = config_of(task__max_turn_tokens=50)
+    config = config_of(task__max_turn_tokens=50, task__max_prompt_tokens=7)
     assert max(one.generated for one in workload.group(config, 0, 0, 64)) == 50
+    assert {one.prompt for one in workload.group(config, 0, 0, 64)} == {7}
 
 
 def test_groups_on_the_same_devices_take_turns() -> None:
