@@ -298,7 +298,7 @@ def _of_chosen_kinds(
             continue
         default = getattr(defaults, name)
         kind = part.get("kind", default.kind) if is_union(hint) else ""
-        known = kind in kinds or trusted is None or kind in trusted
+        known = isinstance(kind, str) and (kind in kinds or trusted is None or kind in trusted)
         chosen = variant(hint, kind) if known else None
         if chosen is None:
             continue

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from typing import Any
 
 _CLIPPED = ("ppo", "gspo", "cispo")
@@ -26,20 +26,19 @@ def present(config: Mapping[str, Any]) -> dict[str, Any]:
         group: dict(_renamed(group, key, value) for key, value in part.items()) if isinstance(part, Mapping) else part
         for group, part in config.items()
     }
-    if "algorithm" in tree:
-        tree["algorithm"] = _with_groups(tree["algorithm"])
-    if "task" in tree:
-        tree["task"] = _with_agent(tree["task"])
+    for group, moved in (("algorithm", _with_groups), ("task", _with_agent)):
+        if isinstance(tree.get(group), Mapping):
+            tree[group] = moved(tree[group])
     return tree
 
 
 def _renamed(group: str, key: str, value: Any) -> tuple[str, Any]:
     """Return the present name and value of a key."""
     name, values = _RENAMED.get((group, key), (key, {}))
-    return name, values.get(value, value) if values else value  # Other values may have no hash.
+    return name, values.get(value, value) if isinstance(value, Hashable) else value
 
 
-def _with_groups(algorithm: dict[str, Any]) -> dict[str, Any]:
+def _with_groups(algorithm: Mapping[str, Any]) -> dict[str, Any]:
     """Move the keys of advantage, policy loss and KL estimator, which were keys of `algorithm`, into their groups."""
     left = dict(algorithm)
     if "baseline" in left:
@@ -63,8 +62,8 @@ def _with_agent(task: Mapping[str, Any]) -> dict[str, Any]:
     """Move the keys of the agent into its group; a tool's dotted name alone is its kind."""
     moved = {key: task[key] for key in _AGENT if key in task}
     tree = {key: value for key, value in task.items() if key not in _AGENT}
-    if moved:
-        tree["agent"] = {**tree.get("agent", {}), **moved}
+    if moved and isinstance(agent := tree.get("agent", {}), Mapping):
+        tree["agent"] = {**agent, **moved}
     if isinstance(tools := tree.get("tools"), list):
         tree["tools"] = [{"kind": tool} if isinstance(tool, str) else tool for tool in tools]
     return tree

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from hypothesis import given
+from hypothesis import strategies as st
 
 from rlsys.config.algorithm import (
     AdvantageBaseline,
@@ -320,6 +323,39 @@ def test_changed_schedule_kind_is_a_difference() -> None:
     found = [(one.key, one.before, one.now) for one in differences(as_dict(RunConfig()), now)]
     assert ("trainer.schedule.kind", "pipelined", "async") in found
     assert ("trainer.schedule.max_staleness", None, 2) in found
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(max_size=3),
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.text(max_size=3), inner, max_size=2),
+    max_leaves=3,
+)
+PLACES = [
+    "task",
+    "task.agent",
+    "task.agent.kind",
+    "task.tools",
+    "task.invalid_message",
+    "algorithm",
+    "algorithm.baseline",
+]
+PLACES += [
+    "algorithm.advantage.kind",
+    "algorithm.recompute_logprobs",
+    "algorithm.policy_loss",
+    "reward",
+    "rollout.engine",
+]
+
+
+@given(st.dictionaries(st.sampled_from(PLACES), JSON, max_size=4))
+def test_a_damaged_record_is_converted_without_an_error(values: dict[str, Any]) -> None:
+    tree = as_dict(RunConfig())
+    for place, value in sorted(values.items()):
+        *above, last = place.split(".")
+        inner = reduce(lambda at, key: at[key] if isinstance(at.get(key), dict) else {}, above, tree)
+        inner[last] = value
+    assert recorded(tree)["trainer"] == as_dict(RunConfig())["trainer"]
 
 
 @pytest.mark.parametrize(
