@@ -7,10 +7,13 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
+import yaml
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 from examples.extend import family as example
+from rlsys.apps.api import HttpRetriever, TrainingResult, training_result
+from rlsys.apps.api.arguments import RunSettings
 from rlsys.apps.cli.convert import app
 from rlsys.cluster.planning.resolve import make_plan
 from rlsys.config.schema import ParallelConfig
@@ -22,6 +25,7 @@ from rlsys.trainer.model.stage_model import PolicyModel
 from rlsys.weights.weight_map import layer_spec_of, read_architecture
 from tests.support.composed import composed
 from tests.support.hf_models import assert_same_tensors
+from tests.support.made_run import made_run
 from tests.support.megatron_processes import Group, on_ranks
 from tests.support.refusals import refused
 from tests.support.runs import Finished
@@ -58,6 +62,21 @@ def test_example_converts_bit_for_bit(exaone: Path, tmp_path: Path) -> None:
             CliRunner().invoke(app, [*map(str, command)], catch_exceptions=False)
         assert CliRunner().invoke(app, [*map(str, command), "--family", FAMILY]).exit_code == 0
     assert_same_tensors(exaone, back)
+
+
+def test_result_of_a_run_is_saved_with_the_family_of_its_config(
+    exaone: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = made_run(tmp_path / "run")
+    there, config = run / "checkpoints" / "global_step_3" / "actor", run / "config.yaml"
+    there.parent.mkdir(parents=True)
+    assert CliRunner().invoke(app, ["hf2mg", str(exaone), str(there), "--family", FAMILY]).exit_code == 0
+    config.write_text(yaml.safe_dump(yaml.safe_load(config.read_text()) | {"model": {"family": FAMILY}}))
+    monkeypatch.setattr(training_result, "_rlsys", lambda _, *words: app(words, standalone_mode=False))
+    result = TrainingResult(
+        run, {"checkpoint": str(there)}, RunSettings("searchr1_tiny_cpu", ()), HttpRetriever("http://a:1")
+    )
+    assert_same_tensors(exaone, result.save_pretrained(tmp_path / "back"))
 
 
 def test_config_alone_chooses_the_family(exaone: Path) -> None:

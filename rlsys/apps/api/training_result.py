@@ -186,7 +186,9 @@ class TrainingResult:
         from rlsys.apps.evaluation.evaluation_inputs import find_model
 
         original = find_model(self.checkpoint, None, "the checkpoint").shape
-        _rlsys("convert", "mg2hf", str(self.checkpoint), str(folder), "--hf", str(original))
+        family = section(open_run(self.run_dir).config, "model").get("family")
+        own = [] if family is None else ["--family", str(family)]
+        _rlsys("convert", "mg2hf", str(self.checkpoint), str(folder), "--hf", str(original), *own)
         return Path(folder)
 
     def report(self) -> Path:

@@ -2,7 +2,8 @@
 
 Episode settings come from the named config, else from the run that trained the model, else from Search-R1. A sentence
 in `ChatSettings.notes` reports every fallback. A model folder is untrusted: its `search.token_env` is ignored, its
-tools are imported only if its config is in a run's folder, and its search address is shown to the user.
+tools and its model family are imported only if its config is in a run's folder, and its search address is shown to the
+user.
 """
 
 from __future__ import annotations
@@ -176,8 +177,8 @@ def _is_run(folder: Path) -> bool:
 
 
 def _with_run(here: RunConfig, file: Path, notes: list[str], *, only_limits: bool) -> RunConfig:
-    """Return `here` with task, search and sampling of the config in `file`, which another version of rlsys may have
-    written; with `only_limits`, only with the length of an episode and the sampling."""
+    """Return `here` with task, search, sampling and model family of the config in `file`, which another version of rlsys
+    may have written; with `only_limits`, of the task only with the length of an episode, and without search."""
     known, unknown = set(schema_keys()), list[str]()
     try:
         saved = present(read_yaml(file))
@@ -188,23 +189,26 @@ def _with_run(here: RunConfig, file: Path, notes: list[str], *, only_limits: boo
         # Sources tell where the prompts are. Their tools are not used, and must not be imported.
         sources = task.get("sources", {})
         task["sources"] = {name: {"train_path": source["train_path"]} for name, source in sources.items()}
+        family = saved.get("model", {}).get("family")
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as problem:
         raise UserError(
             f"{file} is not the config of a run: repair it, or give a config with -c.", code="malformed", key=str(file)
         ) from problem
     _require_search_r1(task.get("agent", {}).get("kind", SearchR1Agent.kind))
     own = list(map(_named, task.get("tools", [])))
-    own += [str(kind)] if (kind := search.get("index_kind")) else []
+    own += [str(each) for each in (search.get("index_kind"), family) if each]
     named = ", ".join(own)
     if own and not any(_is_run(folder) for folder in list(file.parents)[:_UP]):
         notes.append(
-            f"The config's own tools and index kind are ignored, because it is outside a run's folder: {named}. To use "
-            "them, give a config with -c."
+            f"The config's own tools, index kind and model family are ignored, because it is outside a run's folder: "
+            f"{named}. To use them, give a config with -c."
         )
-        task["tools"], search["index_kind"] = [], None  # Before `typed`, which imports tools.
+        task["tools"], search["index_kind"], family = [], None, None  # Before `typed`, which imports tools.
     elif own:
-        notes.append(f"The run's own tools and index kind are used; they run code on this machine: {named}.")
-    tree = {"task": task, "search": search, "rollout": {"sampling": sampling}}
+        notes.append(
+            f"The run's own tools, index kind and model family are used; they may run code on this machine: {named}."
+        )
+    tree = {"task": task, "search": search, "rollout": {"sampling": sampling}, "model": {"family": family}}
     if unknown:
         notes.append(f"{file} has keys of another rlsys version, left out: {', '.join(unknown)}.")
     try:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from rlsys.apps.chat.chat_settings import ChatOptions, ChatSettings, settings_of, template_of
+from rlsys.apps.chat.chat_settings import ChatOptions, ChatSettings, settings_for_requests, settings_of, template_of
 from rlsys.apps.evaluation.evaluation_inputs import Model
 from rlsys.config.compose import as_dict, load_config
 from rlsys.data.question import search_prompt
@@ -86,7 +86,7 @@ def test_tokens_and_tools_of_a_found_config_are_reported_and_not_trusted(
     monkeypatch.setenv("SECRET_KEY", "s")
     saved = run / "checkpoints" / "global_step_3" if in_its_run else tmp_path / "a" / "b" / "c" / "global_step_3"
     search = {"url": "http://search.example", "index": None, "index_kind": KIND, "token_env": "SECRET_KEY"}
-    save(saved / "data", tree, search=search, task={"tools": [CALCULATOR]})
+    save(saved / "data", tree, search=search, task={"tools": [CALCULATOR]}, model={"family": "mine.yaml"})
     model = Model(saved / "actor", run, 3)
     found = settings_of(model, ChatOptions())
     assert found.config.search.token_env is None
@@ -95,9 +95,10 @@ def test_tokens_and_tools_of_a_found_config_are_reported_and_not_trusted(
     assert "The model searches http://search.example." in notes
     assert "search.token_env=SECRET_KEY is ignored, so no token is sent" in notes
     assert found.config.search.index_kind == (KIND if in_its_run else None)
-    said = "The run's own tools and index kind are used" if in_its_run else "own tools and index kind are ignored"
-    assert said in notes
-    assert f"{CALCULATOR}, {KIND}" in notes
+    assert f"{'are used' if in_its_run else 'are ignored'}" in notes
+    assert f"{CALCULATOR}, {KIND}, mine.yaml" in notes
+    requests, _ = settings_for_requests(model, ChatOptions())
+    assert found.config.model.family == requests.model.family == ("mine.yaml" if in_its_run else None)
     asked = settings_of(model, ChatOptions(search_url="http://127.0.0.1:8000"))
     assert asked.config.search.token_env is None
 
