@@ -37,6 +37,10 @@ from rlsys.rollout import sglang_entry
 from rlsys.weights.sockets import INTERFACE_VARIABLES, listener
 from rlsys.weights.transport import Bucket
 
+# SGLang's modules make uvloop's policy that of the process. Under it, a loop of asyncio cannot start programs, such as
+# agents and MCP servers.
+asyncio.set_event_loop_policy(None)
+
 _LOGGING = Path(__file__).with_name("sglang_logging.json")
 """Log settings of SGLang in this process and in SGLang's own processes, whatever `log_level` says.
 

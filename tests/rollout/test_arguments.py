@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import importlib
 import os
 from dataclasses import replace
 from itertools import product
@@ -77,6 +79,19 @@ def test_sglang_has_every_argument_and_value(tmp_path: Path) -> None:
         assert {*given, "enable_return_routed_experts"} <= known
     assert "triton" in MOE_RUNNER_BACKEND_CHOICES
     assert set(NO_GRAPHS.values()) == {Backend.DISABLED}
+
+
+@pytest.mark.engine
+def test_loop_from_before_sglang_can_start_programs() -> None:
+    """Agents and MCP servers are such programs. SGLang's modules set a policy under which asyncio's loops cannot."""
+
+    async def started() -> int:
+        sglang_cpu.prepare(Device.cpu)
+        importlib.import_module("rlsys.rollout.sglang_process")
+        return await (await asyncio.create_subprocess_exec("true")).wait()
+
+    with asyncio.Runner(loop_factory=asyncio.SelectorEventLoop) as runner:
+        assert runner.run(started()) == 0
 
 
 @pytest.mark.engine
