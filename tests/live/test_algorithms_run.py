@@ -88,7 +88,8 @@ def test_server_is_a_teacher_of_a_run_without_an_inference_group(tmp_path: Path)
     first, second = run.rows
     assert first["distillation/reverse_kl/max"] == pytest.approx(0.0, abs=1e-3)
     assert second["distillation/reverse_kl/mean"] > first["distillation/reverse_kl/mean"]
-    assert sum(row["distillation/requests"] for row in run.rows) <= len(server.seen) - 1, "one compared the tokens"
+    # One request compared the tokens. Those that are repeated because no connection was accepted are counted.
+    assert 0 < len(server.seen) - 1 <= sum(row["distillation/requests"] for row in run.rows)
     assert first["distillation/request_s"] > 0
 
 
