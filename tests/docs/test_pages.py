@@ -56,6 +56,12 @@ def test_keys_experiments_and_links_exist(page: Path) -> None:
     assert [link for link in links if not (page.parent / link).exists()] == []
 
 
+def test_the_index_links_every_page() -> None:
+    links = re.findall(r"\]\(([^)#\s]+)", (DOCS / "index.md").read_text())
+    pages = {str(page.relative_to(DOCS)) for page in DOCS.rglob("*.md")}
+    assert pages - {"index.md", *links} == set()
+
+
 @pytest.mark.parametrize("page", sorted(DOCS.rglob("*.md")), ids=lambda page: page.name)
 def test_title_is_a_question_and_lines_are_at_most_110_characters(page: Path) -> None:
     text = page.read_text()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import subprocess
 from pathlib import Path
@@ -55,6 +56,10 @@ def test_slurm_file_runs_the_launcher_on_each_machine_and_returns_its_status(tmp
     # The file requests the machines of the config that it names.
     assert f"#SBATCH --nodes={config.cluster.nodes}\n" in SBATCH.read_text()
     assert f"#SBATCH --gpus-per-node={config.cluster.devices_per_node}\n" in SBATCH.read_text()
+    # A job that keeps its other machines is not requeued.
+    page = (PROJECT / "docs" / "how-to" / "several-machines.md").read_text()
+    assert "#SBATCH --no-kill\n" in SBATCH.read_text()
+    assert re.findall(r"`sbatch --requeue(.*?)`", page) == [" --no-kill=off"]
     words = given("searchr1_tiny_cpu", "trainer.steps=3", WAIT_S="9")
     params = parsed(words[words.index("launch") + 1 :])
     found = (params["config_name"], params["overrides"], params["wait"])
