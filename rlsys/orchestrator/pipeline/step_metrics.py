@@ -72,11 +72,11 @@ DISTILLATION_METRICS = (
     Metric(
         "distillation/reverse_kl/{mean,max,min}",
         "nats a token",
-        "log policy - log teacher of the trained tokens, which the policy sampled: its mean is the reverse KL",
+        "log policy - log teacher of the trained tokens that the policy sampled: its mean is the reverse KL",
     ),
-    Metric("distillation/teacher_logprob", "nats a token", "mean log-prob that the teacher gives to trained tokens"),
+    Metric("distillation/teacher_logprob", "nats a token", "mean log-prob that the teacher gives to sampled tokens"),
     Metric(
-        "distillation/preferred_share", "share", "trained tokens that are more likely under the teacher than the policy"
+        "distillation/preferred_share", "share", "sampled tokens that are more likely under the teacher than the policy"
     ),
 )
 EPISODE_METRICS = (
@@ -272,11 +272,11 @@ def divergence_metrics(samples: Sequence[Sample]) -> dict[str, float]:
 
 
 def distillation_metrics(groups: Sequence[Group]) -> dict[str, float]:
-    """Return what the teacher says of the step's trained tokens, in nats; empty without its log-probs.
+    """Return what the teacher says of the step's sampled tokens, in nats; empty without its log-probs.
 
     `reverse_kl` is log policy - log teacher of a token, with the policy from before the step's updates.
     """
-    old, teacher = _trained(_samples(groups), "old_logprobs", "ref_logprobs")
+    old, teacher = _trained(_samples(groups), "old_logprobs", "ref_logprobs", sampled=True)
     if not old.size:
         return {}
     return {
@@ -482,14 +482,19 @@ def _extremes(name: str, values: ArrayLike) -> dict[str, float]:
     return {f"{name}/mean": float(found.mean()), f"{name}/max": float(found.max()), f"{name}/min": float(found.min())}
 
 
-def _trained(samples: Sequence[Sample], *names: str) -> list[NDArray[np.float64]]:
-    """Return one float64 array [trained tokens] per attribute in `names`, over the samples that have all of them."""
+def _trained(samples: Sequence[Sample], *names: str, sampled: bool = False) -> list[NDArray[np.float64]]:
+    """Return one float64 array [trained tokens] per attribute in `names`, over the samples that have all of them.
+
+    With `sampled`, trained tokens that the policy did not sample are left out.
+    """
     arrays: list[list[NDArray[np.float32]]] = [[np.empty(0, np.float32)] for _ in names]
     for sample in samples:
         found = [getattr(sample, name) for name in names]
         if all(array is not None for array in found):
+            trained = sample.trajectory.loss_mask
+            mask = trained & (sample.trajectory.versions >= 0) if sampled else trained
             for known, array in zip(arrays, found, strict=True):
-                known.append(array[sample.trajectory.loss_mask])
+                known.append(array[mask])
     return [np.concatenate(known).astype(np.float64) for known in arrays]
 
 

@@ -103,14 +103,15 @@ def test_reward_that_is_nowhere_leaves_the_teacher_alone_to_learn_from() -> None
         assert_array_equal(found, row([0, -2, 1, 0, 0.25]))
 
 
-def test_metrics_are_over_trained_tokens() -> None:
-    figures = distillation_metrics([group(), group()])
+def test_metrics_are_over_sampled_tokens() -> None:
+    """Not over the trained end of sequence that the second group's episodes were given."""
+    figures = distillation_metrics([group(), group(added_end=True)])
     assert figures == pytest.approx(
         {
-            "distillation/reverse_kl/mean": (2 - 1 - 0.25) / 3,
+            "distillation/reverse_kl/mean": (2 - 1 - 0.25 + 2 - 1) / 5,
             "distillation/reverse_kl/max": 2.0,
             "distillation/reverse_kl/min": -1.0,
-            "distillation/teacher_logprob": (-3 - 1 - 0.25) / 3,
-            "distillation/preferred_share": 2 / 3,
+            "distillation/teacher_logprob": (-3 - 1 - 0.25 - 3 - 1) / 5,
+            "distillation/preferred_share": 3 / 5,
         }
     )
