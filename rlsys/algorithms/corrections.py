@@ -50,6 +50,8 @@ class CorrectionStats:
     """Known tokens whose ratio was truncated, or which were dropped."""
     ratio_sum: float = 0.0
     """Sum of the ratios before cutting; above the token level, each token has its sequence's ratio."""
+    kept_sum: float = 0.0
+    """The same sum after cutting: truncated ratios count as their bound, and those of dropped tokens as 0."""
     weight_sum: float = 0.0
     weight_square_sum: float = 0.0
     abs_log_ratio_sum: float = 0.0
@@ -78,8 +80,8 @@ class CorrectionStats:
 
     @property
     def cut_mass(self) -> float:
-        """Share of the importance mass lost by cutting: (sum of ratios - sum of weights) / sum of ratios."""
-        return _share(self.ratio_sum - self.weight_sum, self.ratio_sum)
+        """Share of the importance mass lost by cutting: 1 - (sum of kept ratios) / (sum of ratios)."""
+        return _share(self.ratio_sum - self.kept_sum, self.ratio_sum)
 
     @property
     def unknown_share(self) -> float:
@@ -168,11 +170,13 @@ def _stats(
 ) -> CorrectionStats:
     """Return the statistics of one sample. `log_ratios`, `ratios` and `weights` are [known], `mask` is [seq]."""
     uncut, exact = ratios.astype(np.float64), weights.astype(np.float64)
+    kept = np.where(weights > 0, uncut, 0.0) if kind is CorrectionKind.reject else exact
     return CorrectionStats(
         known=len(weights),
         unknown=int(mask.sum()) - len(weights),
         cut=int((weights == 0 if kind is CorrectionKind.reject else weights != ratios).sum()),
         ratio_sum=float(uncut.sum()),
+        kept_sum=float(kept.sum()),
         weight_sum=float(exact.sum()),
         weight_square_sum=float(np.square(exact).sum()),
         abs_log_ratio_sum=float(np.abs(log_ratios).sum()),

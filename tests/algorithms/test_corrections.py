@@ -66,9 +66,10 @@ def test_rejection_keeps_a_long_sequence_by_its_geometric_mean() -> None:
         assert weights is not None
         assert weights.tolist() == [kept] * 100
         assert stats.cut == (0 if kept else 100)
-    token, _ = correct(OLD, ROLLOUT, MASK, replace(GEOMETRIC_REJECT, level=CorrectionLevel.token))
+    token, stats = correct(OLD, ROLLOUT, MASK, replace(GEOMETRIC_REJECT, level=CorrectionLevel.token))
     assert token is not None
     assert token.tolist() == [1.0, 1.0, 0.0, 0.0, 1.0]
+    assert stats.cut_mass == pytest.approx(3.25 / 4.75, rel=1e-6), "of 1.5 + 3 + 0.25, 1.5 is left"
 
 
 def test_nan_log_probs_and_unequal_lengths_are_refused() -> None:
@@ -141,6 +142,8 @@ def test_weights_and_statistics_equal_the_rules_token_by_token(rows: list[Token]
     assert stats.weight_sum == pytest.approx(sum(of_known), rel=1e-5)
     assert stats.weight_square_sum == pytest.approx(sum(weight**2 for weight in of_known), rel=1e-5)
     assert stats.ratio_sum == pytest.approx(sum(ratios), rel=1e-5)
+    pairs = zip(of_known, ratios, strict=True)
+    assert stats.kept_sum == pytest.approx(sum(min(ratio, config.high) for weight, ratio in pairs if weight), rel=1e-5)
     rejects = config.kind is CorrectionKind.reject
     assert stats.cut == sum(weight != (1 if rejects else ratio) for weight, ratio in zip(of_known, ratios, strict=True))
     differences = [row[0] - row[1] for row in rows if row[2] and math.isfinite(row[1])]
@@ -148,7 +151,7 @@ def test_weights_and_statistics_equal_the_rules_token_by_token(rows: list[Token]
     assert stats.k1_sum == pytest.approx(-sum(differences), rel=1e-5, abs=1e-5)
     assert stats.k3_sum == pytest.approx(sum(math.exp(d) - 1 - d for d in differences), rel=1e-5, abs=1e-5)
     assert 0 <= stats.effective_share <= 1
-    assert rejects or 0 <= stats.cut_mass <= 1
+    assert 0 <= stats.cut_mass <= 1
     assert measure(*arrays(rows), weights, config) == stats
 
 

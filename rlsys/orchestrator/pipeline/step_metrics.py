@@ -153,8 +153,8 @@ TOKEN_METRICS = (
         "trained tokens that were not sampled, such as an added end of sequence",
     ),
     Metric("correction/ess", "share", "effective sample size of the correction weights"),
-    Metric("correction/clipped_share", "share", "tokens whose weight was truncated or masked"),
-    Metric("correction/cut_mass", "share", "importance mass lost by truncating or masking"),
+    Metric("correction/clipped_share", "share", "tokens whose weight was truncated, or which were dropped"),
+    Metric("correction/cut_mass", "share", "importance mass lost by truncating or dropping"),
     Metric("correction/uncorrected_share", "share", "trained tokens without an engine log-prob"),
     Metric("correction/abs_log_ratio", "nats a token", "mean absolute difference between old and engine log-probs"),
     Metric(
