@@ -198,7 +198,8 @@ def next_source(weights: Mapping[str, Fraction], drawn: Mapping[str, int]) -> st
 
 
 def _factor(recent: Sequence[PassCount], curriculum: CurriculumConfig) -> Fraction:
-    """Return the factor on the weight of a source whose last groups are `recent`."""
+    """Return the factor on the weight of a source whose last groups are `recent`; a resumed run may have a smaller window."""
+    recent = recent[-curriculum.window :]
     if len(recent) < curriculum.window:
         return Fraction(1)
     rate = Fraction(sum(one.passed for one in recent), sum(one.episodes for one in recent))

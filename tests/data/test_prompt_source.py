@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -268,3 +269,16 @@ def test_other_weights_after_a_resume_hold_from_then_on() -> None:
     same, other = (PromptSource(mixed([9, 9]), 0, before.state(), task(weights)) for weights in ([1, 1.0], [3.0, 1.0]))
     assert Counter(question.source for question in take(same, 8)) == {"s0": 4, "s1": 4}
     assert Counter(question.source for question in take(other, 8)) == {"s0": 6, "s1": 2}
+
+
+def test_another_window_after_a_resume_holds_from_then_on() -> None:
+    """4, 4, 2 and 2 of 4 episodes passed: 3/4 of the last four groups, which is easy, and 1/2 of the last two."""
+    wide = replace(CURRICULUM, window=4)
+    before = PromptSource(mixed([9, 9]), 0, task=task([1.0, 1.0], wide))
+    question = next(question for question in take(before, 2) if question.source == "s0")
+    for number, passed in enumerate((4, 4, 2, 2)):
+        before.observe(number, counted(question, passed))
+    before.end_step()
+    for curriculum, share in ((wide, 1 / 11), (CURRICULUM, 0.5), (replace(wide, window=5), 0.5)):
+        resumed = PromptSource(mixed([9, 9]), 0, before.state(), task([1.0, 1.0], curriculum))
+        assert resumed.metrics()["sources/s0/share"] == share, curriculum.window
