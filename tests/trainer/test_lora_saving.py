@@ -5,11 +5,12 @@ from pathlib import Path
 
 import peft
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
 from rlsys.config.schema import ParallelConfig
 from rlsys.weights.checkpoint.megatron_reader import open_checkpoint
-from rlsys.weights.convert.conversion import megatron_to_hf, megatron_to_peft
+from rlsys.weights.convert.conversion import PEFT_WEIGHTS, megatron_to_hf, megatron_to_peft
 from rlsys.weights.weight_map import ADAPTER_PREFIX
 from tests.support.megatron_processes import on_ranks
 from tests.support.refusals import refused
@@ -42,7 +43,10 @@ def test_adapters_resume_exactly_and_become_peft_and_hugging_face_models(tmp_pat
 
 def _check_conversions(model: Path, other: Path, saved: Path, exported: dict[str, Tensor], folder: Path) -> None:
     megatron_to_hf(saved, folder / "merged", model, processes=1)
-    megatron_to_peft(saved, folder / "peft", model)
+    nbytes = megatron_to_peft(saved, folder / "peft", model)
+    assert 2 * megatron_to_peft(saved, folder / "half", model, dtype="bfloat16") == nbytes
+    whole, half = (load_file(folder / name / PEFT_WEIGHTS) for name in ("peft", "half"))
+    assert _same(half, {name: tensor.bfloat16() for name, tensor in whole.items()})
     merged, theirs = (
         reference.load(folder / "merged"),
         peft.PeftModel.from_pretrained(reference.load(model), folder / "peft"),

@@ -32,7 +32,7 @@ Out = Annotated[Path, Argument(help="Folder to write; it must not exist.")]
 _MEGATRON = "Megatron checkpoint: .../global_step_N/actor, a folder of iter_*, or an iter_*."
 Megatron = Annotated[Path, Argument(help=_MEGATRON)]
 Dtype = Annotated[str | None, Option(help="float32, bfloat16 or float16; by default each tensor keeps its dtype.")]
-ShardSize = Annotated[str, Option(help="Largest file size, such as 500MB or 5GB.")]
+ShardSize = Annotated[str | None, Option(help="Largest file size, such as 500MB; by default 5GB.")]
 _PROCESSES = "Processes that write in parallel; by default one per core for a large model."
 Processes = Annotated[int | None, Option(help=_PROCESSES)]
 Config = Annotated[Path | None, Option(help="Hugging Face folder with the config of a Megatron checkpoint.")]
@@ -52,23 +52,30 @@ def mg2hf(
     dst: Out,
     hf: Annotated[Path | None, Option(help=_ORIGINAL)] = None,
     dtype: Dtype = None,
-    shard_size: ShardSize = "5GB",
+    shard_size: ShardSize = None,
     processes: Processes = None,
     family: OfFamily = None,
     adapter: Annotated[bool, Option("--adapter", help=_ADAPTER)] = False,
 ) -> None:
     """Convert Megatron to Hugging Face. An interrupted conversion continues."""
     with warnings.catch_warnings(action="ignore"):
-        from rlsys.weights.convert.conversion import megatron_to_hf, megatron_to_peft
+        from rlsys.weights.convert.conversion import SHARD_BYTES, megatron_to_hf, megatron_to_peft
 
         if adapter:
             if hf is None:
                 raise UserError("--adapter needs the frozen model: give --hf.", code="missing", key="--hf")
-            nbytes = megatron_to_peft(src, dst, hf, family)
+            for option, value in (("--shard-size", shard_size), ("--processes", processes)):
+                if value is not None:
+                    raise UserError(
+                        f"{option} is {value}, but --adapter writes one file: leave out {option}.",
+                        code="conflict",
+                        key=option,
+                    )
+            nbytes = megatron_to_peft(src, dst, hf, family, dtype)
             typer.echo(f"{dst}: {nbytes / 1e6:.2f} MB of adapters")
             return
         with _bar("written") as show:
-            shard_bytes = parse_size(shard_size)
+            shard_bytes = SHARD_BYTES if shard_size is None else parse_size(shard_size)
             outcome = megatron_to_hf(
                 src, dst, hf, family=family, dtype=dtype, shard_bytes=shard_bytes, processes=processes, show=show
             )

@@ -370,12 +370,15 @@ def megatron_to_hf(
     )
 
 
-def megatron_to_peft(checkpoint: str | Path, out: str | Path, original: str | Path, family: str | None = None) -> int:
+def megatron_to_peft(
+    checkpoint: str | Path, out: str | Path, original: str | Path, family: str | None = None, dtype: str | None = None
+) -> int:
     """Write the adapters of a Megatron checkpoint to the new folder `out` in PEFT's format; return its tensors' bytes.
 
-    `original` is the Hugging Face folder of the frozen model; its weights are read to compare them. Raises UserError if the
-    checkpoint holds a whole model.
+    `original` is the Hugging Face folder of the frozen model; its weights are read to compare them. Each tensor keeps its
+    dtype unless `dtype` is given. Raises UserError if the checkpoint holds a whole model.
     """
+    made = dtype_named(dtype)
     opened, model = open_whole(checkpoint, original, family)
     if not isinstance(opened, MergedCheckpoint):
         raise UserError(
@@ -388,7 +391,8 @@ def megatron_to_peft(checkpoint: str | Path, out: str | Path, original: str | Pa
         for entry in WeightMap(architecture_in(model, family)).entries()
         for hf, pair in opened.adapter(entry).items()
     }
-    named = [(peft_name(hf, kind), one) for hf, pair in pairs.items() for kind, one in zip("AB", pair, strict=True)]
+    found = ((peft_name(hf, kind), one) for hf, pair in pairs.items() for kind, one in zip("AB", pair, strict=True))
+    named = [(name, cast(name, one, made)) for name, one in found]
     specs = [TensorSpec(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in named]
     out = Path(out)
     with locked_draft(out) as draft:

@@ -20,6 +20,7 @@ from tests.support.tiny_models import POLICY
 
 Call = Callable[..., tuple[int, str, str]]
 TINY = ("-c", "searchr1_tiny_cpu")
+ADAPTER = ("convert", "mg2hf", "mg", "out", "--adapter", "--hf", POLICY)
 CODED = re.compile(r"[.?] \[[a-z_]+\]$")
 
 
@@ -48,6 +49,9 @@ def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tm
         (("train", *TINY, "trainer.stepz=3"), "trainer.stepz"),
         (("eval", *TINY, "--engine", "nope"), "nope"),
         (("convert", "mg2hf", "mg", "out", "--shard-size", "5 apples"), "5 apples"),
+        ((*ADAPTER, "--shard-size", "5GB"), "--shard-size"),
+        ((*ADAPTER, "--processes", 1), "--processes"),
+        ((*ADAPTER, "--dtype", "float8"), "float8"),
         (("convert", "hf2mg", POLICY, POLICY), str(POLICY)),
     ],
 )

@@ -22,7 +22,7 @@ def main(
     out: convert.Out,
     original: Annotated[Path, typer.Argument(help="Original Hugging Face folder, for config and tokenizer.")],
     dtype: convert.Dtype = None,
-    shard_size: convert.ShardSize = "5GB",
+    shard_size: convert.ShardSize = None,
     processes: convert.Processes = None,
     family: convert.OfFamily = None,
 ) -> None:
