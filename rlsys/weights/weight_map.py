@@ -325,22 +325,7 @@ def architecture_of(config: Any, family: str | None = None, *, weights_only: boo
     values["head_dim"] = values["head_dim"] or values["hidden"] // values["heads"]
     if values.get("kv_lora_rank"):
         values["head_dim"] = values["qk_nope_head_dim"] + values["qk_rope_head_dim"]
-    if values["heads"] % values["kv_heads"] or not values["head_dim"]:
-        heads = str(known.config["heads"])
-        raise UserError(
-            f"{heads} is {values['heads']}, which does not fit {values['kv_heads']} key-value heads and a width of "
-            f"{values['hidden']}: copy config.json from the original model.",
-            code="mismatch",
-            key=heads,
-        )
-    if values.get("dense_layers", 0) >= values["layers"]:
-        name = str(_first(known.config["dense_layers"]))
-        raise UserError(
-            f"{name} is {values['dense_layers']}, but only a part of the {values['layers']} layers may lack experts: copy "
-            "config.json from the original model.",
-            code="mismatch",
-            key=name,
-        )
+    _check_sizes(values, known.config)
     if values.get("window"):
         values["local_layers"] = _local_layers(keys, known.config.get("local_layers"), values["layers"])
         values["window"] = values["window"] if values["local_layers"] else None
@@ -354,6 +339,34 @@ def architecture_of(config: Any, family: str | None = None, *, weights_only: boo
             key=name,
         )
     return found
+
+
+def _check_sizes(values: Mapping[str, Any], config: Mapping[str, Any]) -> None:
+    """Raise UserError unless the sizes of a model fit each other; `config` says which keys they were read from."""
+    if values["heads"] % values["kv_heads"] or not values["head_dim"]:
+        heads = str(config["heads"])
+        raise UserError(
+            f"{heads} is {values['heads']}, which does not fit {values['kv_heads']} key-value heads and a width of "
+            f"{values['hidden']}: copy config.json from the original model.",
+            code="mismatch",
+            key=heads,
+        )
+    if values.get("dense_layers", 0) >= values["layers"]:
+        name = str(_first(config["dense_layers"]))
+        raise UserError(
+            f"{name} is {values['dense_layers']}, but only a part of the {values['layers']} layers may lack experts: copy "
+            "config.json from the original model.",
+            code="mismatch",
+            key=name,
+        )
+    experts, per_token = (values.get(name) or 0 for name in ("experts", "experts_per_token"))
+    if 0 < experts < per_token:
+        name = str(_first(config["experts_per_token"]))
+        raise UserError(
+            f"{name} is {per_token}, but a layer has only {experts} experts: copy config.json from the original model.",
+            code="mismatch",
+            key=name,
+        )
 
 
 def rotary_dims(architecture: Architecture) -> int:
@@ -375,7 +388,10 @@ def _scaling(keys: Mapping[str, Any], family: Family) -> RopeScaling | YarnScali
         low, high = (_read(keys, name, float) for name in ("low_freq_factor", "high_freq_factor"))
         return RopeScaling(factor, low, high, original)
     defaults = {"beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 0.0}
-    named = {name: _read(keys, [name, default], float, True) for name, default in defaults.items()}
+    named = {
+        name: _read(keys, [name, default], float, from_zero=name.startswith("mscale"))
+        for name, default in defaults.items()
+    }
     above, below = (0.1 * named[name] * log(max(factor, 1.0)) + 1.0 for name in ("mscale", "mscale_all_dim"))
     return YarnScaling(
         factor=factor,
@@ -389,22 +405,25 @@ def _scaling(keys: Mapping[str, Any], family: Family) -> RopeScaling | YarnScali
 def _rope(keys: Mapping[str, Any]) -> dict[str, Any]:
     """Return the rotary position settings of a config, whether it calls them `rope_parameters` or `rope_scaling`."""
     for name in ("rope_parameters", "rope_scaling"):
-        if found := keys.get(name):
-            if not isinstance(found, Mapping):
-                raise UserError(
-                    f"{name} is {_written(found)}: give an object, as the original model does.",
-                    code="wrong_type",
-                    key=name,
-                )
+        if found := _object(keys, name):
             # Some models have one object for global and one for local layers.
-            local = found.get("sliding_attention") or {}
-            found = (
-                {**(found.get("full_attention") or {})} if {"full_attention", "sliding_attention"} & {*found} else found
-            )
+            local = _object(found, "sliding_attention")
+            if {"full_attention", "sliding_attention"} & {*found}:
+                found = _object(found, "full_attention")
             base = {"rope_local_base_freq": local["rope_theta"]} if "rope_theta" in local else {}
             types = {"rope_type": found.get("rope_type", found.get("type")), "local_rope_type": local.get("rope_type")}
             return {**found, **base, **types}
     return {"rope_type": None}
+
+
+def _object(keys: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """Return the object that a config has under `name`, where it may be missing or empty. Raises UserError."""
+    found = keys.get(name) or {}
+    if not isinstance(found, Mapping):
+        raise UserError(
+            f"{name} is {_written(found)}: give an object, as the original model does.", code="wrong_type", key=name
+        )
+    return found
 
 
 def _local_layers(keys: Mapping[str, Any], source: Any, layers: int) -> tuple[int, ...]:
