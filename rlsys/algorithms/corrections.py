@@ -55,7 +55,7 @@ class CorrectionStats:
     weight_sum: float = 0.0
     weight_square_sum: float = 0.0
     abs_log_ratio_sum: float = 0.0
-    """Sum of |log pi_prox - log mu|. This sum, `k1_sum` and `k3_sum` use the ratios of single tokens at both levels."""
+    """Sum of |log pi_prox - log mu|. This sum, `k1_sum` and `k3_sum` use the ratios of single tokens at every level."""
     k1_sum: float = 0.0
     k3_sum: float = 0.0
 

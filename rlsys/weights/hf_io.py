@@ -11,7 +11,7 @@ gaps.
 Some models stack the experts of a layer in one tensor. Here each expert has tensors of its own, of rows as in a linear
 layer: `gate_proj`, `up_proj` and `down_proj`. The stacks of gate and up, [experts, ...], are
 
-    in transformers 5    [gate rows below up rows, columns];
+    in transformers 5    [gate rows above up rows, columns];
     in gpt-oss           [columns, rows], in which the rows of gate and up alternate; beside it a stack of biases, [rows];
     in gpt-oss, MXFP4    "blocks" [rows, columns / 32, 16] and "scales" [rows, columns / 32], the rows alternating.
 
