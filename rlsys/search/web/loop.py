@@ -1,10 +1,14 @@
-"""Runs an event loop in a separate thread, for synchronous callers."""
+"""Runs an event loop in a separate thread, for synchronous callers and for code that may block or exit.
+
+Invariant: a task that raises SystemExit ends alone. asyncio would end the loop, and with it every other task.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import threading
 from collections.abc import Coroutine
+from contextlib import suppress
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -15,6 +19,7 @@ class LoopThread:
 
     def __init__(self, name: str) -> None:
         self._loop = asyncio.new_event_loop()
+        self._stopped = False
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
@@ -30,16 +35,22 @@ class LoopThread:
         """Cancel all tasks, run `last` and stop the thread."""
         self.run(self._cancel_all())
         self.run(last)
-        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._loop.call_soon_threadsafe(self._stop)
         self._thread.join()
 
     def abandon(self) -> None:
         """Cancel all tasks and stop the thread, without waiting."""
-        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._loop.call_soon_threadsafe(self._stop)
 
     def _run(self) -> None:
         with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
-            runner.get_loop().run_forever()
+            while not self._stopped:
+                with suppress(SystemExit, KeyboardInterrupt):  # The task keeps it for whoever awaits the task.
+                    runner.get_loop().run_forever()
+
+    def _stop(self) -> None:
+        self._stopped = True
+        self._loop.stop()
 
     async def _cancel_all(self) -> None:
         others = asyncio.all_tasks() - {asyncio.current_task()}

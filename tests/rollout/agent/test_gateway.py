@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import replace
+from itertools import count
 from typing import Any
 
 import pytest
@@ -81,6 +83,35 @@ def test_agent_that_cannot_play_ends_the_run_with_one_sentence(played_by: Gatewa
 def test_agent_that_fails_later_keeps_its_turns(played_by: GatewayAgent) -> None:
     played = play(Engine(["Paris"]), played_by)
     assert (played.finish, len(played.turns), trained(played)) == (Finish.ABORTED, 2, 2 * f"Paris{END}")
+
+
+async def test_async_agent_that_exits_ends_its_own_episode_alone() -> None:
+    both, over = asyncio.Event(), asyncio.Event()
+    numbers = count()
+
+    async def exits() -> None:
+        sys.exit("out of luck")
+
+    async def client(_: str, base_url: str, api_key: str) -> None:
+        first = next(numbers) == 0
+        async with Client(base_url, api_key) as asks:
+            await asks.chat()
+            if not first:
+                both.set()
+                await over.wait()
+                assert (await asks.chat("And?")).status_code == 200
+                return
+            await both.wait()
+            try:
+                await asyncio.gather(exits())
+            finally:
+                over.set()
+
+    with closing(tools_of(Engine(["Paris"]), client)) as tools:
+        group = EpisodeGroup(ASKED, range(2), tools, DRAWN)
+        await group.play(asyncio.Semaphore(2), 60.0)
+    ends = {each.finish: trained(each) for each in group.trajectories()}
+    assert ends == {Finish.ABORTED: f"Paris{END}", Finish.ANSWER: 2 * f"Paris{END}"}
 
 
 @pytest.mark.parametrize("name", ["never_ends", "never_returns"])
