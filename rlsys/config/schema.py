@@ -512,8 +512,8 @@ class TaskConfig:
     max_observation_tokens: Tokens = 500
     """Maximum number of tokens in an observation, tags included; a longer text is cut at its end."""
     max_total_tokens: Tokens = 7096
-    """Maximum number of tokens in an episode: prompt, turns and observations. At most the model's context and, with
-    SGLang, `rollout.engine.kv_cache_tokens`."""
+    """Maximum number of tokens in an episode: prompt, turns and observations. At most the model's context; with SGLang,
+    at most 6 fewer than that and than `rollout.engine.kv_cache_tokens`."""
     token_mode: TokenMode = TokenMode.retokenize
     train_eos: bool = True
     """Append an end-of-sequence token after the answer, unless the policy sampled one, and train it."""

@@ -140,7 +140,8 @@ class EngineDriver:
         )
         self._engine, self._merger = open_engine(setup), merger
         longest: int = model.max_position_embeddings
-        self._context_tokens = min(longest, self._engine.max_context or longest)
+        reserved = self._engine.capabilities.reserved_tokens
+        self._context_tokens = min(longest, self._engine.max_context or longest) - reserved
         self._liveness: Liveness | None = None
         self._rids = itertools.count()
         self._not_switching = asyncio.Event()

@@ -48,6 +48,8 @@ class EngineCapabilities:
     """True if `sleep` frees the memory of a GPU, as cluster.mode=colocated needs."""
     returns_routes: bool = False
     """True if `generate` can return the experts of each token, as algorithm.router_replay=r3 needs."""
+    reserved_tokens: int = 0
+    """Tokens of the context that no episode can have, because the engine rejects an input that reaches into them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +109,7 @@ class RolloutEngine(ABC):
 
     @property
     def max_context(self) -> int | None:
-        """Maximum number of tokens of a request, prompt included; None if only the model limits it."""
+        """Maximum number of tokens of a request, prompt and `reserved_tokens` included; None if only the model limits it."""
         return None
 
     @abstractmethod

@@ -100,6 +100,14 @@ def engine_fact(config: RunConfig, name: str, *facts: Any) -> float:
     return number
 
 
+def reserved_tokens(config: EngineConfig) -> int:
+    """Return `EngineCapabilities.reserved_tokens`; 0 for a class that is no engine, which `capability_problems` refuses."""
+    try:
+        return engine_class(config).capabilities.reserved_tokens
+    except UserError:
+        return 0
+
+
 def capability_problems(config: RunConfig) -> Iterator[Problem]:
     """Yield a problem for each setting that the engine cannot run."""
     engine, device = config.rollout.engine, config.cluster.device

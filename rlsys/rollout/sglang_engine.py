@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from rlsys.components import one_line
 from rlsys.config.algorithm import RouterReplay
 from rlsys.config.schema import Device, Dtype, RunConfig, SglangConfig
 from rlsys.data.trajectory import Routes, routes_type
@@ -43,7 +44,11 @@ largest decode batch, and 8 MiB for each of the 58 prefill sizes up to `PREFILL_
 
 class SglangEngine(RolloutEngine):
     capabilities = EngineCapabilities(
-        max_tp={Device.cpu: 1, Device.gpu: ANY}, continues=True, frees_memory=True, returns_routes=True
+        max_tp={Device.cpu: 1, Device.gpu: ANY},
+        continues=True,
+        frees_memory=True,
+        returns_routes=True,
+        reserved_tokens=6,  # SGLang 0.5.21 takes inputs below `max_req_input_len`, which is the context less 6.
     )
     packages = ("sglang",)
     _config: SglangConfig
@@ -112,7 +117,7 @@ class SglangEngine(RolloutEngine):
     async def generate(
         self, input_ids: list[int], sampling: TurnSampling, rid: str, on_tokens: OnTokens | None = None
     ) -> Generation:
-        """Continue `input_ids`; SGLang aborts the request on cancellation."""
+        """Continue `input_ids`; SGLang aborts the request on cancellation. Raises EngineError if SGLang rejects it."""
         params = sampling_params(sampling, self.setup.eos_id)
         call = self._sglang.engine.async_generate(
             input_ids=input_ids,
@@ -123,7 +128,10 @@ class SglangEngine(RolloutEngine):
             return_routed_experts=sampling.routes_from is not None,
             routed_experts_start_len=sampling.routes_from or 0,
         )
-        output = await (read_stream(call, on_tokens) if on_tokens else call)
+        try:
+            output = await (read_stream(call, on_tokens) if on_tokens else call)
+        except ValueError as error:  # SGLang's own, for an input or sampling that it does not take.
+            raise EngineError(one_line(error)) from error
         generation, first = as_generation(output), sampling.routes_from
         if first is None:
             return generation

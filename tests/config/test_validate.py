@@ -140,11 +140,16 @@ def test_impossible_layout_is_refused_by_its_keys(tiny_run: TinyRun, keys: str, 
     assert {*keys.split()} <= keys_of(tiny_run(*overrides))
 
 
-def test_kv_cache_holds_one_episode(tiny_run: TinyRun) -> None:
-    key = "rollout.engine.kv_cache_tokens"
-    longest = tiny_run().task.max_total_tokens
-    assert key in keys_of(tiny_run(f"{key}={longest - 1}"))
-    assert key not in keys_of(tiny_run(f"{key}={longest}")) | keys_of(tiny_run(f"{key}=null"))
+def test_context_and_kv_cache_hold_one_episode_beside_what_the_engine_reserves(
+    tiny_run: TinyRun, tmp_path: Path
+) -> None:
+    key, total = "rollout.engine.kv_cache_tokens", tiny_run().task.max_total_tokens
+    assert key in keys_of(tiny_run(f"{key}={total + 5}"))
+    assert key not in keys_of(tiny_run(f"{key}={total + 6}")) | keys_of(tiny_run(f"{key}=null"))
+    for kind, positions, fits in (("sglang", 5, False), ("sglang", 6, True), ("transformers", 0, True)):
+        shape = SHAPE | {"max_position_embeddings": total + positions}
+        (tmp_path / "model" / "config.json").write_text(json.dumps(shape))
+        assert ("task.max_total_tokens" not in keys_of(tiny_run(f"rollout.engine={{kind: {kind}}}"))) == fits
 
 
 def test_either_way_out_of_a_contradiction_is_accepted(tiny_run: TinyRun) -> None:

@@ -30,7 +30,7 @@ async def bench(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Bench
     limits = {"kv_cache_tokens": 16384, "max_running": 32, "start_timeout_s": 1500.0}
     engine = SglangConfig(dtype=Dtype.float32, **limits)
     rollout = RolloutConfig(engine=engine, max_episodes=3)
-    task = TaskConfig(train_path="", eval_path="", max_turns=2, max_turn_tokens=64, max_total_tokens=4096)
+    task = TaskConfig(train_path="", eval_path="", max_turns=2, max_turn_tokens=64, max_total_tokens=4090)
     with tiny.search_server() as search:
         worker = RolloutWorker(
             tiny.save(first, words, path), rollout, task, SearchConfig(url=search.url), Device.cpu, seed=7

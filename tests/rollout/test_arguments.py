@@ -9,6 +9,7 @@ from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from transformers import PretrainedConfig, Qwen2Config, Qwen3MoeConfig
@@ -17,9 +18,9 @@ from rlsys.cluster.worker_group import NCCL_SETTINGS
 from rlsys.config.schema import Device, RolloutConfig, SamplingConfig, SearchConfig, SglangConfig, TaskConfig
 from rlsys.errors import Code
 from rlsys.rollout import sglang_cpu
-from rlsys.rollout.agent.recorder import TurnSampling, evaluation_sampling
+from rlsys.rollout.agent.recorder import OnTokens, TurnSampling, evaluation_sampling
 from rlsys.rollout.engine import RolloutWorker
-from rlsys.rollout.interface import EngineSetup
+from rlsys.rollout.interface import EngineError, EngineSetup
 from rlsys.rollout.sglang_engine import SglangEngine
 from tests.support import tiny
 from tests.support.refusals import refused
@@ -113,9 +114,9 @@ def test_sglang_keeps_the_nccl_settings_of_a_worker(nvls: str, monkeypatch: pyte
 @pytest.mark.parametrize(
     ("code", "key", "room", "search"),
     [
-        ("out_of_range", "task.max_total_tokens", 999, SearchConfig(url="http://127.0.0.1:1")),
-        ("missing", "search.url", 1000, SearchConfig()),
-        ("missing", "search.token_env", 1000, SearchConfig(url="http://127.0.0.1:1", token_env="RLSYS_NO_TOKEN_HERE")),
+        ("out_of_range", "task.max_total_tokens", 1005, SearchConfig(url="http://127.0.0.1:1")),
+        ("missing", "search.url", 1006, SearchConfig()),
+        ("missing", "search.token_env", 1006, SearchConfig(url="http://127.0.0.1:1", token_env="RLSYS_NO_TOKEN_HERE")),
     ],
 )
 def test_worker_without_room_server_or_token_is_refused(code: Code, key: str, room: int, search: SearchConfig) -> None:
@@ -123,6 +124,38 @@ def test_worker_without_room_server_or_token_is_refused(code: Code, key: str, ro
     task = TaskConfig(train_path="", eval_path="", max_total_tokens=1000)
     with refused(code, key):
         RolloutWorker(str(POLICY), rollout, task, search, Device.cpu, seed=0)
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize(("context", "cache"), [(1006, 9999), (9999, 1006)])
+def test_sglang_takes_every_input_of_the_longest_episode(
+    context: int, cache: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sglang_cpu.prepare(Device.cpu)
+    from sglang.srt.managers import tp_worker
+    from sglang.srt.managers.utils import validate_input_length
+
+    monkeypatch.setattr(tp_worker, "get_schedule", Mock())
+    worker = Mock(dllm_algorithm=None)
+    worker.model_config.context_len = context
+    worker.model_runner.effective_logical_max_total_num_tokens = cache
+    worker.model_runner.token_to_kv_pool_allocator = None
+    most = tp_worker.TpModelWorker.get_worker_info(worker)[5]
+    room = min(context, cache) - SglangEngine.capabilities.reserved_tokens
+    longest, longer = Mock(origin_input_ids=[0] * (room - 1)), Mock(origin_input_ids=[0] * room)
+    assert validate_input_length(longest, most, False) is None
+    assert validate_input_length(longer, most, False)
+
+
+@pytest.mark.parametrize("on_tokens", [None, list], ids=["whole", "stream"])
+async def test_reason_of_sglang_for_rejecting_a_request_is_the_engines(on_tokens: OnTokens | None) -> None:
+    async def reject(**_: object) -> Any:
+        raise ValueError("Input length (9 tokens) exceeds the maximum allowed length (3 tokens).")
+
+    engine = SglangEngine(EngineSetup("model", EXPERTS, 0, Device.cpu, CONFIG, 3, False))
+    engine._process = Mock(engine=Mock(async_generate=reject))
+    with pytest.raises(EngineError, match="Input length"):
+        await engine.generate([1] * 9, TurnSampling(0.0), "r", on_tokens)
 
 
 def test_evaluation_samples_from_the_whole_vocabulary_unless_as_rollouts() -> None:

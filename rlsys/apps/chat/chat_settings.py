@@ -39,6 +39,7 @@ from rlsys.observe.environment import RUN
 from rlsys.observe.records import METRICS
 from rlsys.orchestrator.resume import RUN_CONFIG
 from rlsys.orchestrator.validate import find_problems
+from rlsys.rollout.kinds import reserved_tokens
 from rlsys.rollout.tools.interface import described
 from rlsys.search.address import TOKEN_VARIABLE, is_url
 
@@ -156,9 +157,10 @@ def _config(origin: Path | None, options: ChatOptions, notes: list[str], *, only
 
 
 def _within_context(config: RunConfig, folder: Path) -> RunConfig:
-    """Lower the default limits of an episode to the context of the model, if its config.json states a shorter one."""
+    """Lower the default limits of an episode to what fits into the context that the model's config.json states."""
     try:
         context = parse_json(read_regular(folder / "config.json"))["max_position_embeddings"]
+        context -= reserved_tokens(config.rollout.engine)
     except (OSError, ValueError, LookupError, TypeError):
         return config  # Whoever loads the model says what is wrong with it.
     if not isinstance(context, int) or not 0 < context < config.task.max_total_tokens:

@@ -31,7 +31,7 @@ from rlsys.config.derived import chosen_layers, megatron_groups, needs_server, s
 from rlsys.config.problems import Problem
 from rlsys.config.schema import Device, Layers, Mode, Packing, ParallelConfig, RunConfig, SglangConfig, SyncMode
 from rlsys.errors import UserError
-from rlsys.rollout.kinds import capability_problems, engine_class
+from rlsys.rollout.kinds import capability_problems, engine_class, reserved_tokens
 from rlsys.weights.weight_map import Architecture, rules_of
 
 GROUPS = ("actor", "inference", "rollout")
@@ -370,16 +370,20 @@ def engine_problems(config: RunConfig, world: int, model: Architecture) -> Itera
         )
     # SGLang's model of a family may attend to all tokens, so its tokens would be those of another policy.
     limited = isinstance(engine, SglangConfig) and not model.sglang_window
-    most = min(model.max_positions, model.window or model.max_positions) if limited else model.max_positions
+    reserved = reserved_tokens(engine)
+    less = f" less the {reserved} that {engine.kind} reserves" if reserved else ""
+    longest = model.max_positions - reserved
+    most = min(longest, model.window or longest) if limited else longest
     if config.task.max_total_tokens > most:
-        limit = "positions" if most == model.max_positions else "tokens of sliding window, which SGLang does not apply"
+        window = f"{most} tokens of sliding window, which SGLang does not apply"
+        limit = f"{model.max_positions} positions{less}" if most == longest else window
         yield Problem.of(
-            f"task.max_total_tokens={config.task.max_total_tokens} is above the model's {most} {limit}: lower it."
+            f"task.max_total_tokens={config.task.max_total_tokens} is above the model's {limit}: lower it."
         )
     room = engine.kv_cache_tokens if isinstance(engine, SglangConfig) else None
-    if room is not None and room < config.task.max_total_tokens:
+    if room is not None and room - reserved < config.task.max_total_tokens:
         yield Problem.of(
-            f"rollout.engine.kv_cache_tokens={room} cannot hold one episode of task.max_total_tokens="
+            f"rollout.engine.kv_cache_tokens={room}{less} cannot hold one episode of task.max_total_tokens="
             f"{config.task.max_total_tokens}: raise it, or lower task.max_total_tokens."
         )
 

@@ -79,6 +79,12 @@ def test_the_config_of_a_foreign_folder_is_not_used(tree: dict[str, Any], tmp_pa
     assert (found.config.search.url, found.config.task.tools) == (None, [])
 
 
+def test_limits_of_an_unknown_run_fit_into_the_context_of_the_model(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"max_position_embeddings": 2048}))
+    task = settings_of(Model(tmp_path, None), ChatOptions(max_turns=0)).config.task
+    assert task.max_total_tokens == 2048 - 6, "SGLang reserves 6"
+
+
 @pytest.mark.parametrize("in_its_run", [False, True])
 def test_tokens_and_tools_of_a_found_config_are_reported_and_not_trusted(
     run: Path, tree: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, in_its_run: bool
