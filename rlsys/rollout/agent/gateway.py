@@ -31,7 +31,7 @@ from dataclasses import dataclass, field
 from hmac import compare_digest
 from math import isfinite
 from secrets import token_urlsafe
-from typing import Any
+from typing import Any, cast
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -66,6 +66,8 @@ MOST_OUTPUT_BYTES = 1 << 20
 _RETURNED = dict.fromkeys(("answer", "reward", "branches"))
 """Keys of what an agent returns."""
 _KILLED_S = 5.0
+_PIPES_S = 1.0
+"""Time for the pipes of a command that has ended to close; a child in a session of its own may hold them open."""
 _log = logging.getLogger(__name__)
 
 
@@ -301,27 +303,27 @@ async def _command(command: Sequence[str], question: str, url: str, key: str) ->
     given = json.dumps({"question": question, "base_url": url, "api_key": key, "model": MODEL}).encode()
     own = {"OPENAI_BASE_URL": url, "OPENAI_API_KEY": key}
     own |= {"ANTHROPIC_BASE_URL": url.removesuffix("/v1"), "ANTHROPIC_API_KEY": key}
-    pipe = asyncio.subprocess.PIPE
     try:
-        process = await asyncio.create_subprocess_exec(
-            *command, stdin=pipe, stdout=pipe, stderr=pipe, env=os.environ | own, start_new_session=True
+        transport, program = await asyncio.get_running_loop().subprocess_exec(
+            _Program, *command, env=os.environ | own, start_new_session=True
         )
     except (OSError, ValueError) as error:
         raise AgentFailed(f"cannot be started ({one_line(error)})") from error
-    assert process.stdin is not None
-    reads = [asyncio.create_task(_read(pipe)) for pipe in (process.stdout, process.stderr) if pipe is not None]
     try:
-        with contextlib.suppress(ConnectionError):  # It need not read the question.
-            process.stdin.write(given)
-            await process.stdin.drain()
-        process.stdin.close()
-        status = await process.wait()
+        stdin = cast("asyncio.WriteTransport", transport.get_pipe_transport(0))
+        stdin.write(given)
+        stdin.close()
+        await program.exited.wait()
     finally:
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        await process.wait()
-        said, errors = await asyncio.gather(*reads)
-    if status:
+            os.killpg(transport.get_pid(), signal.SIGKILL)
+        await program.exited.wait()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_PIPES_S):
+                await program.closed.wait()
+        transport.close()
+    said, errors = program.written[1], program.written[2]
+    if status := transport.get_returncode():
         last = errors.decode("utf-8", "replace").strip().rpartition("\n")[2]
         raise AgentFailed(f"ended with status {status} ({last:.200})")
     if len(said) > MOST_OUTPUT_BYTES:
@@ -329,13 +331,23 @@ async def _command(command: Sequence[str], question: str, url: str, key: str) ->
     return _answer(said.decode("utf-8", "replace").strip())
 
 
-async def _read(pipe: asyncio.StreamReader) -> bytes:
-    """Return what comes from a pipe to its end, cut after a little more than `MOST_OUTPUT_BYTES`."""
-    found = bytearray()
-    while block := await pipe.read(1 << 16):
-        if len(found) <= MOST_OUTPUT_BYTES:
-            found += block
-    return bytes(found)
+class _Program(asyncio.SubprocessProtocol):
+    """A running command. It may end before its pipes are closed, which its children hold open."""
+
+    def __init__(self) -> None:
+        self.exited, self.closed = asyncio.Event(), asyncio.Event()
+        self.written = {1: bytearray(), 2: bytearray()}
+        """File descriptor -> what came from it, cut after a little more than `MOST_OUTPUT_BYTES`."""
+
+    def pipe_data_received(self, fd: int, data: bytes) -> None:
+        if len(self.written[fd]) <= MOST_OUTPUT_BYTES:
+            self.written[fd] += data
+
+    def process_exited(self) -> None:
+        self.exited.set()
+
+    def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002
+        self.closed.set()
 
 
 def _answer(text: str) -> Any:

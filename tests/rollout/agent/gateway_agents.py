@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import subprocess
 import sys
 import threading
 import urllib.request
@@ -86,6 +87,11 @@ def returns_a_list(question: str, base_url: str, api_key: str) -> Any:
     return ["answer"]
 
 
+def leave_child(*, own_session: bool) -> None:
+    """Answer with the id of a child that holds the output open."""
+    print(subprocess.Popen(["sleep", "90"], start_new_session=own_session).pid)
+
+
 def main(kind: str) -> None:
     given = json.load(sys.stdin)
     if kind == "hangs":
@@ -95,6 +101,8 @@ def main(kind: str) -> None:
         "answers": lambda: print(said),
         "rewards": lambda: print(json.dumps({"answer": said, "reward": 0.5})),
         "fails": lambda: sys.exit("out of luck"),
+        "leaves_child": lambda: leave_child(own_session=False),
+        "leaves_session": lambda: leave_child(own_session=True),
     }
     ends[kind]()
 

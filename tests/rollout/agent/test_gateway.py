@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections.abc import Callable
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import replace
 from itertools import count
 from typing import Any
 
+import psutil
 import pytest
 
 from rlsys.config.schema import BranchCredit, GatewayAgent
@@ -126,6 +127,16 @@ def test_command_that_hangs_is_killed() -> None:
     played = play(Engine(["Paris"]), command("hangs", timeout_s=3.0))
     assert (played.finish, len(played.turns), bool(played.loss_mask.any())) == (Finish.ABORTED, 0, False)
     assert not descendants_with(AGENTS)
+
+
+@pytest.mark.parametrize("kind", ["leaves_child", "leaves_session"])
+def test_command_that_leaves_a_child_has_answered(kind: str) -> None:
+    played = play(Engine(["Paris"]), command(kind, timeout_s=60.0))
+    assert (played.finish, len(played.turns)) == (Finish.ANSWER, 2)
+    assert played.answer is not None
+    with suppress(psutil.NoSuchProcess):
+        child = psutil.Process(int(played.answer))
+        child.kill()
 
 
 def test_turn_limit_ends_an_agent_that_asks_on_and_on() -> None:
