@@ -23,7 +23,7 @@ from rlsys.files import require_shallow
 from rlsys.rollout.agent.chat_recorder import Asked, Refused, Reply
 from rlsys.rollout.agent.conversation_tree import Message
 from rlsys.rollout.agent.recorder import TurnSampling
-from rlsys.rollout.agent.tokens import Codec
+from rlsys.rollout.agent.tokens import Codec, encodable, encodable_json
 
 MODEL = "policy"
 """Name of the model."""
@@ -303,7 +303,7 @@ class Completions(Format):
     kind = "cmpl"
 
     def asked(self, former: Mapping[str, Sequence[Message]]) -> Asked:  # noqa: ARG002
-        return Asked((), (), _stops(self.given.stop), self.given.max_tokens, _clean(self.given.prompt))
+        return Asked((), (), _stops(self.given.stop), self.given.max_tokens, encodable(self.given.prompt))
 
     def written(self, reply: Reply) -> dict[str, Any]:
         return self._object(reply.message["content"], reply.finish, self._logprobs(reply)) | {"usage": _usage(reply)}
@@ -611,7 +611,7 @@ def _of_blocks(given: _AnthropicMessage) -> list[Message]:
         if block.type == "tool_result"
     ]
     calls = [
-        {"id": block.id, "type": "function", "function": {"name": block.name, "arguments": _cleaned(block.input)}}
+        {"id": block.id, "type": "function", "function": {"name": block.name, "arguments": encodable_json(block.input)}}
         for block in given.content
         if block.type == "tool_use"
     ]
@@ -622,7 +622,7 @@ def _of_blocks(given: _AnthropicMessage) -> list[Message]:
 
 def _said(role: str, content: _Content) -> Message:
     text = content if isinstance(content, str) else "".join(part.text for part in content or ())
-    return {"role": role, "content": _clean(text)}
+    return {"role": role, "content": encodable(text)}
 
 
 def _call(identity: str, name: str, arguments: str, where: str) -> dict[str, Any]:
@@ -633,29 +633,24 @@ def _call(identity: str, name: str, arguments: str, where: str) -> dict[str, Any
         given = None
     if not isinstance(given, dict):
         raise Refused(f"{where}: the arguments of {name:.80} are not a JSON object.", code="malformed", param=where)
-    return {"id": identity, "type": "function", "function": {"name": _clean(name), "arguments": _cleaned(given)}}
+    return {
+        "id": identity,
+        "type": "function",
+        "function": {"name": encodable(name), "arguments": encodable_json(given)},
+    }
 
 
 def _tool(given: _Function) -> dict[str, Any]:
     parameters = given.parameters or {"type": "object", "properties": {}}
     about = {"name": given.name, "description": given.description or "", "parameters": parameters}
-    return {"type": "function", "function": _cleaned(about)}
+    return {"type": "function", "function": encodable_json(about)}
 
 
 def _stops(given: str | Sequence[str] | None) -> tuple[str, ...]:
     stops = tuple(filter(None, [given] if isinstance(given, str) else given or ()))
     if len(stops) > MOST_STOPS or any(len(stop) > 256 for stop in stops):
         raise Refused(f"stop has more than {MOST_STOPS} texts, or one of more than 256 characters.", param="stop")
-    return tuple(map(_clean, stops))
-
-
-def _clean(text: str) -> str:
-    """Return `text` with lone surrogates, which JSON can spell and no tokenizer accepts, replaced."""
-    return text.encode("utf-8", "replace").decode("utf-8")
-
-
-def _cleaned(value: Any) -> Any:
-    return json.loads(_clean(json.dumps(value, ensure_ascii=False)))
+    return tuple(map(encodable, stops))
 
 
 def _written_call(call: Mapping[str, Any]) -> dict[str, Any]:

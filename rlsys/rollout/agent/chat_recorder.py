@@ -20,9 +20,10 @@ from rlsys.config.schema import TaskConfig, TokenMode
 from rlsys.data.question import Question
 from rlsys.data.trajectory import Action, Branch, Finish, Trajectory, Turn
 from rlsys.errors import UserError
+from rlsys.files import require_shallow
 from rlsys.rollout.agent.conversation_tree import ConversationTree, Message, Opening, RecentAnswers
 from rlsys.rollout.agent.recorder import Generation, Generator, Streaming, TurnSampling, sampled_turn
-from rlsys.rollout.agent.tokens import Codec, SampledTurn, known_routes, open_context
+from rlsys.rollout.agent.tokens import Codec, SampledTurn, encodable_json, known_routes, open_context
 
 TOOL_CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
 
@@ -306,8 +307,10 @@ def calls_in(text: str) -> tuple[str, list[dict[str, Any]]]:
 def _read_calls(body: str) -> list[tuple[str, dict[str, Any]] | None]:
     try:
         found = json.loads(body)
+        require_shallow(found)
     except (ValueError, RecursionError):
         return [None]
+    found = encodable_json(found)
     read: list[tuple[str, dict[str, Any]] | None] = []
     for one in found if isinstance(found, list) else [found]:
         name = one.get("name") if isinstance(one, dict) else None

@@ -53,6 +53,7 @@ from rlsys.rollout.agent.chat_server import (
     unless_gone,
 )
 from rlsys.rollout.agent.recorder import EpisodeOver
+from rlsys.rollout.agent.tokens import encodable
 from rlsys.rollout.tools.calls import Toolbox, render_result, within
 from rlsys.search.address import bind
 from rlsys.search.connections import GuestServer, LimitedConfig
@@ -259,7 +260,7 @@ def _query(body: bytes) -> str:
     query = values.get("query") if isinstance(values, dict) else None
     if not isinstance(query, str) or not query.strip():
         raise Refused('Send {"query": "..."}.', param="query")
-    return query.encode("utf-8", "replace").decode("utf-8").strip()
+    return encodable(query).strip()
 
 
 def _is_reward(value: Any) -> bool:

@@ -18,10 +18,11 @@ from rlsys.components import one_line
 from rlsys.data.question import Question
 from rlsys.data.trajectory import Action, Finish
 from rlsys.errors import UserError
+from rlsys.files import require_shallow
 from rlsys.rollout.agent.chat_recorder import TOOL_CALL, tagged
 from rlsys.rollout.agent.observation import Observer
 from rlsys.rollout.agent.recorder import FurtherCall, Generation, Parsed, Recorder
-from rlsys.rollout.agent.tokens import Codec
+from rlsys.rollout.agent.tokens import Codec, encodable
 from rlsys.rollout.tools.calls import SEARCH, Toolbox, ToolResult, render_result
 from rlsys.rollout.tools.interface import Tool, parameters_of, shape_of
 
@@ -131,6 +132,7 @@ class ChatFormat:
     def _call(self, body: str) -> Call:
         try:
             call = json.loads(body)
+            require_shallow(call)
         except (ValueError, RecursionError) as error:
             return Call(error=f"The call is not JSON ({one_line(error)}).")
         name = call.get("name") if isinstance(call, dict) else None
@@ -141,8 +143,7 @@ class ChatFormat:
         text = function.content(given) if isinstance(given, dict) else ""
         if not text:
             return Call(error=f"The arguments of {name} must be {function.shape()}.")
-        # An escape in JSON can spell half of a character.
-        return Call(function.tool, text.encode("utf-8", "replace").decode("utf-8"))
+        return Call(function.tool, encodable(text))
 
     def _around(self, results: int) -> list[str]:
         """Return what the template writes between a message and the next one, split where the `results` stand."""

@@ -32,6 +32,7 @@ Invariants, in both modes:
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
@@ -151,6 +152,16 @@ class Codec:
     def special_text(self, token: int) -> str:
         """Return the text of a special token; empty for any other token."""
         return self._tokenizer.decode([token]) if token in self.special_ids else ""
+
+
+def encodable(text: str) -> str:
+    """Return `text` with lone surrogates, which JSON can spell and no tokenizer accepts, replaced."""
+    return text.encode("utf-8", "replace").decode("utf-8")
+
+
+def encodable_json(value: Any) -> Any:
+    """Return JSON values with lone surrogates replaced in every text."""
+    return json.loads(encodable(json.dumps(value, ensure_ascii=False)))
 
 
 def _close_gaps(offsets: Sequence[tuple[int, int]], length: int) -> list[tuple[int, int]]:

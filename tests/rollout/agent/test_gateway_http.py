@@ -89,6 +89,28 @@ def test_tool_calls_by_the_sdk_continue_the_sampled_tokens(stream: bool) -> None
     assert "\nTokyo\n" in played.turns[0].observation
 
 
+@pytest.mark.parametrize(
+    ("query", "read"),
+    [(r'"a\ud83d b"', "a? b"), (f"{'[' * 100}{']' * 100}", None)],
+    ids=["half of a character", "nested too deep"],
+)
+def test_call_that_no_tokenizer_or_reader_takes_does_not_end_the_run(query: str, read: str | None) -> None:
+    said = f'<tool_call>\n{{"name": "search", "arguments": {{"query": {query}}}}}\n</tool_call>'
+
+    async def ask(client: Client) -> None:
+        given: dict[str, Any] = {"messages": [*SYSTEM], "tools": [SEARCH]}
+        message = (await client.post("/chat/completions", given)).json()["choices"][0]["message"]
+        calls = message.get("tool_calls", [])
+        assert [json.loads(call["function"]["arguments"])["query"] for call in calls] == ([read] if read else [])
+        assert calls or message["content"] == said
+        results = [{"role": "tool", "tool_call_id": call["id"], "content": "Tokyo"} for call in calls]
+        given["messages"] += [message, *results, {"role": "user", "content": "And?"}]
+        assert (await client.post("/chat/completions", given)).status_code == 200
+
+    played = by_http(Engine([said, "Paris"]), ask)
+    assert (played.finish, trained(played)) == (Finish.ANSWER, f"{said}{END}Paris{END}")
+
+
 def test_streams_are_the_text_piece_by_piece() -> None:
     async def ask(client: AsyncOpenAI) -> None:
         options: Any = {"include_usage": True}

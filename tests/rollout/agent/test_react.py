@@ -131,6 +131,7 @@ def test_calls_and_results_have_the_tokens_of_the_chat_template() -> None:
         ('<tool_call>\n{"name": "search", \n</tool_call>', "The call is not JSON"),
         ('<tool_call>{"name": "search"', "The call is not JSON"),
         ("<tool_call>" + "[" * 100_000, "The call is not JSON"),
+        ('<tool_call>\n{"name": ' + "[" * 100 + "]" * 100 + "}\n</tool_call>", "The call is not JSON"),
         (called("東京", {"query": "x"}), 'There is no tool "東京": call one of search, calculator.'),
         ("<tool_call>\n[1]\n</tool_call>", "There is no tool null: call one of search, calculator."),
         (called("search", {"text": "x"}), 'The arguments of search must be {"query": "..."}.'),
