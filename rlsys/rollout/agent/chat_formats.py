@@ -330,6 +330,10 @@ class Completions(Format):
         return {"tokens": tokens, "token_logprobs": list(reply.logprobs), "top_logprobs": None, "text_offset": None}
 
 
+class _Instructions(dict[str, Any]):
+    """Message of the instructions of a request, which those of a request that continues its answer replace."""
+
+
 class Responses(Format):
     """POST /v1/responses."""
 
@@ -353,7 +357,8 @@ class Responses(Format):
             )
         messages = [*(former[before] if before is not None else ()), *_of_items(items)]
         if given.instructions is not None:
-            messages = [_said("system", given.instructions), *(one for one in messages if one["role"] != "system")]
+            others = (one for one in messages if not isinstance(one, _Instructions))
+            messages = [_Instructions(_said("system", given.instructions)), *others]
         if not messages:
             raise Refused("input has no message: give at least one.", code="missing", param="input")
         return Asked(messages, [_tool(one) for one in given.tools or ()], (), given.max_output_tokens)

@@ -14,9 +14,11 @@ from aiohttp import ClientSession
 from openai import AsyncOpenAI, BadRequestError
 
 from rlsys.data.trajectory import Finish, Trajectory
+from rlsys.rollout.agent.chat_formats import Responses, SamplingRule, parsed
 from rlsys.rollout.agent.chat_server import MOST_AT_ONCE, MOST_BODY_BYTES
+from rlsys.rollout.agent.conversation_tree import Message
 from tests.rollout.agent.conversations import function
-from tests.rollout.agent.gateway_play import DRAWN, END, Client, Engine, play, trained
+from tests.rollout.agent.gateway_play import CODEC, DRAWN, END, Client, Engine, play, trained
 
 CALLED = '<tool_call>\n{"name": "search", "arguments": {"query": "東京"}}\n</tool_call>'
 SYSTEM: list[Any] = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Who?"}]
@@ -163,6 +165,20 @@ def test_responses_by_the_sdk(stream: bool) -> None:
 
     played = by_sdk(Engine([f"I look.\n{CALLED}", "Tokyo"]), ask)
     assert [branch.cause for branch in played.branches] == ["first", "resampled"]
+
+
+def test_instructions_replace_those_of_the_earlier_answer_alone() -> None:
+    def texts(former: list[Message], instructions: str, developer: str, user: str) -> list[Message]:
+        given = [{"role": "developer", "content": developer}, {"role": "user", "content": user}]
+        body: dict[str, Any] = {"instructions": instructions, "input": given}
+        body |= {"previous_response_id": "resp-1"} if former else {}
+        asked = parsed(Responses, json.dumps(body).encode(), CODEC, DRAWN, SamplingRule.fixed)
+        return [*asked.asked({"resp-1": former}).messages]
+
+    first = texts([], "Be brief.", "In French.", "Who?")
+    assert [one["content"] for one in first] == ["Be brief.", "In French.", "Who?"]
+    second = texts(first, "Be kind.", "In verse.", "And?")
+    assert [one["content"] for one in second] == ["Be kind.", "In French.", "Who?", "In verse.", "And?"]
 
 
 @pytest.mark.parametrize("stream", [False, True])
