@@ -90,6 +90,8 @@ async def test_sampling_of_a_request_is_applied_and_what_no_engine_knows_is_refu
     async def ask(client: AsyncOpenAI, _: str) -> None:
         await client.chat.completions.create(model="policy", messages=ASKED, temperature=0.7, top_p=0.5)
         await client.chat.completions.create(model="policy", messages=ASKED)
+        for top_k in (0, 5):
+            await client.chat.completions.create(model="policy", messages=ASKED, extra_body={"top_k": top_k})
         wrong: list[dict[str, Any]] = [
             {"temperature": -1},
             {"top_p": 0},
@@ -105,9 +107,11 @@ async def test_sampling_of_a_request_is_applied_and_what_no_engine_knows_is_refu
 
     engine = Engine(["Paris"])
     service = await served(engine, ask)
-    assert [(one.temperature, one.top_p, one.stop) for one in engine.sampled] == [
-        (0.7, 0.5, ("</search>",)),
-        (0.0, 1.0, ("</search>",)),
+    assert [(one.temperature, one.top_p, one.top_k, one.stop) for one in engine.sampled] == [
+        (0.7, 0.5, -1, ("</search>",)),
+        (0.0, 1.0, -1, ("</search>",)),
+        (0.0, 1.0, -1, ("</search>",)),
+        (0.0, 1.0, 5, ("</search>",)),
     ]
     assert service.recorder.counts.total() == 6
 

@@ -14,10 +14,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from enum import Enum, auto
 from time import time
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 from uuid import uuid4
 
-from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, JsonValue, ValidationError
 
 from rlsys.files import require_shallow
 from rlsys.rollout.agent.chat_recorder import Asked, Refused, Reply
@@ -82,7 +82,8 @@ class _Sampling(BaseModel):
 
     temperature: float | None = Field(default=None, ge=0, le=10, allow_inf_nan=False)
     top_p: float | None = Field(default=None, gt=0, le=1)
-    top_k: int | None = Field(default=None, ge=-1)
+    top_k: Annotated[int, Field(ge=-1, le=1 << 30), AfterValidator(lambda count: count or -1)] | None = None
+    """0 is the whole vocabulary, as -1 is. Engines hold the number in 32 bits."""
 
 
 class _Function(BaseModel):
@@ -566,7 +567,7 @@ def require_settled(given: _Body, sampling: TurnSampling, applied: set[str]) -> 
                 code="unsupported_parameter",
                 param=name[:200],
             )
-        if value != own[name]:
+        if value != own[name] and (name, value, own[name]) != ("top_k", 0, -1):
             why = "" if applied else ", with which every token must be sampled"
             raise Refused(
                 f"{name}={value!r:.80} differs from {own[name]!r}{why}: {fix}.", code="unsupported_value", param=name

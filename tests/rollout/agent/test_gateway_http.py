@@ -244,6 +244,7 @@ def test_what_a_run_cannot_give_is_refused_by_name(given: dict[str, Any], param:
             await client.chat.completions.create(**{"model": "policy", "messages": SYSTEM, **given})
         assert param is None or (caught.value.param or "").partition(".")[0] == param
         neutral: Any = {"temperature": 1, "top_p": 1.0, "n": 1, "presence_penalty": 0, "user": "me"}
+        neutral["extra_body"] = {"top_k": 0}
         await client.chat.completions.create(model="policy", messages=SYSTEM, **neutral)
 
     played = by_sdk(Engine(["Paris"]), ask)
