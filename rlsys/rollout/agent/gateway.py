@@ -264,7 +264,10 @@ def _query(body: bytes) -> str:
 
 
 def _is_reward(value: Any) -> bool:
-    return isinstance(value, int | float) and isfinite(value)
+    try:
+        return isinstance(value, int | float) and isfinite(value)
+    except OverflowError:  # An integer beyond all floats.
+        return False
 
 
 def _returned(agent: asyncio.Future[Any]) -> Any:

@@ -87,6 +87,11 @@ def returns_a_list(question: str, base_url: str, api_key: str) -> Any:
     return ["answer"]
 
 
+def returns_a_huge_number(question: str, base_url: str, api_key: str) -> int:
+    plain(question, base_url, api_key)
+    return 10**400
+
+
 def leave_child(*, own_session: bool) -> None:
     """Answer with the id of a child that holds the output open."""
     print(subprocess.Popen(["sleep", "90"], start_new_session=own_session).pid)

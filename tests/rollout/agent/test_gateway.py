@@ -72,7 +72,13 @@ def test_reward_of_the_agent_replaces_the_configured_one() -> None:
 
 
 @pytest.mark.parametrize(
-    "played_by", [agent("raises_at_once"), agent("returns_a_list"), GatewayAgent(command=["/no/such/file"])]
+    "played_by",
+    [
+        agent("raises_at_once"),
+        agent("returns_a_list"),
+        agent("returns_a_huge_number"),
+        GatewayAgent(command=["/no/such/file"]),
+    ],
 )
 def test_agent_that_cannot_play_ends_the_run_with_one_sentence(played_by: GatewayAgent) -> None:
     with refused("user_code", "task.agent") as caught:
