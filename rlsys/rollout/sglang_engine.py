@@ -57,7 +57,7 @@ class SglangEngine(RolloutEngine):
         super().__init__(setup)
         assert isinstance(setup.config, SglangConfig)
         self._config = setup.config
-        self._experts: int = getattr(setup.model, "num_experts", 0)
+        self._has_experts = any(getattr(setup.model, name, 0) for name in ("num_experts", "n_routed_experts"))
         self._process: SglangProcess | None = None
         self._version = 0
         """Version of the open update."""
@@ -255,7 +255,7 @@ class SglangEngine(RolloutEngine):
             arguments["sleep_on_idle"] = True
             backend = "torch_native" if backend == "auto" else backend
         else:
-            if self._experts:
+            if self._has_experts:
                 # On Blackwell, other kernels permute the experts' weights; `SglangWeights` does not predict that order.
                 arguments["moe_runner_backend"] = "triton"
             if config.cuda_graphs:

@@ -12,7 +12,7 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
-from transformers import PretrainedConfig, Qwen2Config, Qwen3MoeConfig
+from transformers import DeepseekV2Config, PretrainedConfig, Qwen2Config, Qwen3MoeConfig
 
 from rlsys.cluster.worker_group import NCCL_SETTINGS
 from rlsys.config.schema import Device, RolloutConfig, SamplingConfig, SearchConfig, SglangConfig, TaskConfig
@@ -41,24 +41,25 @@ def arguments(
     return SglangEngine(EngineSetup(str(folder), model, 0, device, config, 3, frees_memory))._arguments()
 
 
-def test_backends_are_sglangs_defaults_on_a_gpu_except_for_experts(tmp_path: Path) -> None:
+@pytest.mark.parametrize("mixture", [EXPERTS, DeepseekV2Config(n_routed_experts=64)], ids=lambda one: one.model_type)
+def test_backends_are_sglangs_defaults_on_a_gpu_except_for_experts(tmp_path: Path, mixture: PretrainedConfig) -> None:
     dense = arguments(tmp_path / "dense", Qwen2Config(), CONFIG, Device.gpu)
     assert (dense["tp_size"], dense["mem_fraction_static"], dense["random_seed"]) == (2, 0.6, 3)
     chosen = {"device", "attention_backend", "moe_runner_backend", "enable_memory_saver", *NO_GRAPHS}
     assert not dense.keys() & chosen
     # The expected hashes assume that an expert's rows stay in the order sent: gate, then up.
-    experts = arguments(tmp_path / "experts", EXPERTS, CONFIG, Device.gpu)
+    experts = arguments(tmp_path / "experts", mixture, CONFIG, Device.gpu)
     assert experts == {**dense, "model_path": experts["model_path"], "moe_runner_backend": "triton"}
     assert experts.pop(MOST_IN_GRAPH) == CONFIG.max_running, "the largest batch must not decode without a graph"
-    setup = EngineSetup(str(tmp_path / "experts"), EXPERTS, 0, Device.gpu, CONFIG, 3, False, None, returns_routes=True)
+    setup = EngineSetup(str(tmp_path / "experts"), mixture, 0, Device.gpu, CONFIG, 3, False, None, returns_routes=True)
     assert SglangEngine(setup)._arguments() == {
         **experts,
         MOST_IN_GRAPH: CONFIG.max_running,
         "enable_return_routed_experts": True,
     }
     no_graphs = replace(CONFIG, cuda_graphs=False)
-    assert arguments(tmp_path / "experts", EXPERTS, no_graphs, Device.gpu) == {**experts, **NO_GRAPHS}
-    on_cpu = arguments(tmp_path / "experts", EXPERTS, no_graphs, Device.cpu, memory_saver=True)
+    assert arguments(tmp_path / "experts", mixture, no_graphs, Device.gpu) == {**experts, **NO_GRAPHS}
+    on_cpu = arguments(tmp_path / "experts", mixture, no_graphs, Device.cpu, memory_saver=True)
     assert {name: on_cpu[name] for name in chosen & on_cpu.keys()} == {
         "device": "cpu",
         "attention_backend": "torch_native",
