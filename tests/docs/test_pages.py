@@ -16,6 +16,7 @@ import pytest
 import rlsys
 from rlsys.config.schema import RunConfig, free_maps, schema_keys
 from rlsys.errors import Code
+from rlsys.rollout.agent.chat_recorder import Refused
 from scripts import api_reference, commands_reference
 from tests.docs.pages import PAGES
 from tests.support.paths import PROJECT
@@ -108,6 +109,25 @@ def test_every_public_class_and_error_code_is_documented() -> None:
     assert re.findall(r"^## `(\w+)`$", (DOCS / "api.md").read_text(), re.MULTILINE) == rlsys.__all__
     rows = re.findall(r"^\| `(\w+)` \| \S.* \| \S.* \|$", (DOCS / "troubleshooting.md").read_text(), re.MULTILINE)
     assert rows == list(get_args(Code))
+
+
+def test_every_refusal_of_the_gateway_is_documented_with_its_status() -> None:
+    usual = {name: given.default for name, given in inspect.signature(Refused).parameters.items()}
+    sent = set()
+    for file in (PROJECT / "rlsys" / "rollout" / "agent").glob("*.py"):
+        for call in ast.walk(ast.parse(file.read_text())):
+            if isinstance(call, ast.Call) and ast.unparse(call.func) == "Refused":
+                given = {one.arg: one.value.value for one in call.keywords if isinstance(one.value, ast.Constant)}
+                sent.add(tuple((usual | given)[name] for name in ("status", "code")))
+    rows = re.findall(r"^\| ([45]\d\d[\d, ]*) \| (`.*?`) \|", (DOCS / "gateway.md").read_text(), re.MULTILINE)
+    listed = {
+        (int(status), code)
+        for statuses, codes in rows
+        for status in statuses.split(", ")
+        for code in re.findall(r"\w+", codes)
+    }
+    assert sent - listed == set()
+    assert {code for _, code in listed} == {code for _, code in sent}
 
 
 def test_the_site_builds_without_a_warning_and_loads_nothing_from_the_network(tmp_path: Path) -> None:
