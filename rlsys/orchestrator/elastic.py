@@ -116,7 +116,7 @@ class Elastic:
         """
         if engine in self._supervisor.displaced:
             self._supervisor.give_up(engine, "it was asked to leave")
-            await self._ask(lambda: self._seats.release(engine))
+            await self._release(engine)
             return f"engine {engine} does not return."
         one, began = self._leaver(engine), self._clock()
         self._engines.change(self._engines.members.leave(one))
@@ -130,7 +130,7 @@ class Elastic:
             detail += f"; {status.count(groups, 'prompt group')} run again on other engines"
         self._engines.remove(one, "it has left the run")
         self._supervisor.give_up(one.engine, "it was asked to leave")
-        await self._ask(lambda: self._seats.release(one.engine))
+        await self._release(one.engine)
         self._faults.note(f"engine {one.engine}", Change.left, detail)
         return f"engine {one.engine} left {detail}."
 
@@ -190,15 +190,18 @@ class Elastic:
         """
         began = self._clock()
         async with self._choosing:
-            number = self._joiner(engine)
-            say(f"engine {number} waits for free devices")
-            await self._find_devices(number)
+            while True:
+                number = self._joiner(engine)
+                say(f"engine {number} waits for free devices")
+                await self._find_devices(number)
+                if number not in self._engines.members.of_engine:  # Else it has returned from a lost machine meanwhile.
+                    break
             one = self._supervisor.invite(number)
         say(f"engine {number} starts, and gets the weights")
         try:
             version = await self._supervisor.joined(one)
         except (RunError, UserError):
-            await self._ask(lambda: self._seats.release(number))
+            await self._release(number)
             raise
         detail = f"with weight version {version} in {self._clock() - began:.0f} s"
         self._faults.note(f"engine {number}", Change.joined, detail)
@@ -234,7 +237,7 @@ class Elastic:
         until = self._clock() + DEVICES_TIMEOUT_S
         while not await self._ask(lambda: self._seats.find(number)):
             if self._clock() >= until:
-                await self._ask(lambda: self._seats.release(number))
+                await self._release(number)
                 self._refuse_devices()
             await asyncio.sleep(POLL_S)
 
@@ -260,6 +263,12 @@ class Elastic:
             code="no_room",
             key="cluster.placement.rollout",
         )
+
+    async def _release(self, engine: int) -> None:
+        """Give back the devices of an engine, unless it is a member by now."""
+        async with self._asking:
+            if engine not in self._engines.members.of_engine:
+                await answer(lambda: self._seats.release(engine))
 
     async def _ask(self, question: Callable[[], T]) -> T:
         """Return the result of a question about `seats`."""
@@ -288,4 +297,4 @@ class Elastic:
         except (RunError, UserError) as problem:
             why = str(problem).partition("\n")[0]
             if not self._supervisor.tries_again(one.engine, why):
-                await self._ask(lambda: self._seats.release(one.engine))
+                await self._release(one.engine)

@@ -6,7 +6,7 @@ import asyncio
 import json
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from rlsys.errors import RunError
 from rlsys.observe.faults import FaultLog, Restarts
 from rlsys.observe.requests import REQUESTS, Inbox, Request
 from rlsys.orchestrator import elastic
-from rlsys.orchestrator.elastic import DEVICES_TIMEOUT_S, Elastic
+from rlsys.orchestrator.elastic import DEVICES_TIMEOUT_S, MACHINES_POLL_S, Elastic
 from rlsys.orchestrator.supervisor import Supervisor
 from tests.orchestrator.groups.engines import Engines, make, settle, taking
 from tests.orchestrator.groups.test_restarts import Copy, config_of, rows
@@ -322,6 +322,25 @@ async def test_engines_of_a_lost_machine_leave_and_return_on_another_one(tmp_pat
     assert kinds == {"engine 1": "died", "engine 2": "displaced"}
     ends = Counter(row["event"] for row in rows(run.log))
     assert ends == {"began": 3, "recovered": 2, "given_up": 1}
+
+
+@pytest.mark.parametrize(("asked", "serving"), [(None, [0, 1, 2, 3]), (2, [0, 1, 2])])
+@virtually
+async def test_an_engine_that_joins_does_not_take_the_number_of_one_that_returns(
+    asked: int | None, serving: list[int], tmp_path: Path
+) -> None:
+    run = Elasticity(Engines(3, taking(start=7)), tmp_path, free=9)
+    run.config.cluster.address = "10.0.0.1:6379"
+    async with run.watched():
+        run.devices.lost = {2}
+        await asyncio.sleep(1.5 * MACHINES_POLL_S)
+        joining = asyncio.ensure_future(run.elastic.join(asked))
+        await asyncio.sleep(0.5 * MACHINES_POLL_S - 0.1)  # The machines are looked at before the join looks again.
+        run.devices.lost = set()
+        with nullcontext() if asked is None else refused("exists", "ENGINE"):
+            await joining
+        await asyncio.sleep(10)
+        assert run.standings == dict.fromkeys(serving, "serving")
 
 
 @virtually
