@@ -159,8 +159,8 @@ class WeightSync:
         self._copies = copies
         self._sending: asyncio.Lock = asyncio.Lock() if after is None else after._sending
         """Held during a transfer, so that its receivers are those of one moment."""
-        self._push_ended = asyncio.Event()
-        """Set when the next push ends."""
+        self._push_begun = asyncio.Event()
+        """Set when the next push has begun."""
         self._members: tuple[Rank, ...] = ()
         """Processes that the transport connects, the sender first."""
         self._meetings: list[Meeting] = []
@@ -181,7 +181,8 @@ class WeightSync:
     async def push(self, version: int) -> SyncReport:
         """Send the sender's weights to every receiver as `version`, bringing colocated groups onto their devices first.
 
-        Blocks until the previous activation has ended. Raises RunError if that activation failed or timed out.
+        Blocks until the previous activation has ended. Raises RunError if that activation failed or timed out. If only the
+        sender has the version, each receiver that waits in `catch_up` gets it before this returns.
         """
         if self._onload:
             await self._onload(self._sender.name, *(receiver.workers.name for receiver in self._immediate))
@@ -191,11 +192,14 @@ class WeightSync:
             await self._last_switch(version)
             async with self._sending:
                 self._pushed = None
+                self._push_begun.set()
+                self._push_begun = asyncio.Event()
                 self._pushed = report = await self._transfer(version)
         self._transferred = report
         self._switched.clear()
-        self._push_ended.set()
-        self._push_ended = asyncio.Event()
+        if self._copies is None:  # Else calls of the next step would come between the buckets of those in `catch_up`.
+            async with self._sending:
+                pass
         status.show("waits for activation", "sync")
         return report
 
@@ -239,11 +243,11 @@ class WeightSync:
         if the receiver refuses the version.
         """
         while True:
-            push_ended = self._push_ended
             async with self._sending:
                 if self._pushed is not None and await self._resend(receiver, self._pushed):
                     return self._pushed.version
-            await push_ended.wait()
+                push_begun = self._push_begun
+            await push_begun.wait()  # It holds the lock, for which the receiver is the next then.
 
     async def _resend(self, receiver: WeightReceiver, pushed: SyncReport) -> bool:
         """Send the version `pushed` to `receiver`; return False if the sender has other weights by now."""

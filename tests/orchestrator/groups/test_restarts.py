@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 from collections import Counter
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +12,6 @@ from typing import Any
 import pytest
 
 from rlsys.apps.planner.virtual_time import now, run_virtually
-from rlsys.cluster.worker_group import RankDied
 from rlsys.config.algorithm import AlgorithmConfig
 from rlsys.config.schema import ClusterConfig, Device, Mode, RolloutConfig, RunConfig, SglangConfig, SyncMode
 from rlsys.errors import RunError
@@ -21,9 +19,9 @@ from rlsys.observe.faults import FaultLog, Restarts
 from rlsys.observe.spans import Tracer
 from rlsys.orchestrator import weight_sync
 from rlsys.orchestrator.engine_pool import EnginePool
-from rlsys.orchestrator.membership import NoEngineLeft, NoneSetAside, Standing
+from rlsys.orchestrator.membership import NoEngineLeft, NoneSetAside
 from rlsys.orchestrator.pipeline.rollout_pipeline import GroupLost
-from rlsys.orchestrator.run import Run, lost_worker
+from rlsys.orchestrator.run import Run
 from rlsys.orchestrator.supervisor import Heartbeats, Supervisor
 from rlsys.orchestrator.watchdog import stall_limit_s
 from rlsys.orchestrator.weight_sync import WeightSync
@@ -137,66 +135,6 @@ async def test_each_start_of_the_only_engine_has_the_time_of_a_start(tmp_path: P
     for one in tasks:
         one.cancel()
     await asyncio.wait(tasks)
-
-
-class Sender:
-    """Worker group that sends weights with `digest` at once, or fails."""
-
-    driver_host = ""
-
-    def __init__(self, name: str, digest: str, fails: Exception | None = None) -> None:
-        self.name, self.digest, self.fails = name, digest, fails
-        self.ranks = (SimpleNamespace(name=f"{name} rank 0"),)
-
-    async def call(self, method: str, *_: Any) -> list[Any]:
-        if self.fails and method == "begin_export":
-            raise self.fails
-        return [{"open_export": 1.0, "end_export": self.digest}.get(method)]
-
-
-def synced(engines: Engines, actor: Any, copies: Any, tmp_path: Path) -> tuple[EnginePool, WeightSync, Supervisor]:
-    """Return a pool, a weight sync from `actor` to it, and a supervisor with one restart."""
-    pool, _ = make(engines)
-    config = config_of(1)
-    cluster = replace(config.cluster, sync_mode=SyncMode.tensor)
-    sync = WeightSync(actor, [pool], cluster, tmp_path, Tracer("driver"), copies=copies)
-    return pool, sync, supervisor_of(pool, sync, engines.restart, FaultLog(tmp_path / "faults"), config)
-
-
-@virtually
-async def test_newcomer_waits_for_the_end_of_a_long_step_at_no_cost(tmp_path: Path) -> None:
-    actor, engines = Sender("actor", "weights 1"), Engines(2, taking(start=7))
-    pool, sync, supervisor = synced(engines, actor, None, tmp_path)
-    await sync.send(1)
-    watching = asyncio.ensure_future(supervisor.run(100.0))
-    actor.digest = "within step 2"
-    engines.die(1)
-    await asyncio.sleep(3 * CALL_TIMEOUT_S)
-    assert tuple(pool.living) == (0,)
-    actor.digest = "weights 2"
-    await sync.send(2)
-    await settle()
-    assert [one.version for one in pool.engines.members.living] == [2, 2]
-    watching.cancel()
-    await asyncio.wait({watching})
-    assert [row["event"] for row in rows(tmp_path / "faults")] == ["began", "recovered"]
-    assert (len(engines.former), engines.breaches) == (1, [])
-
-
-@virtually
-async def test_death_of_the_sender_is_not_charged_to_the_newcomer(tmp_path: Path) -> None:
-    death = RankDied("inference rank 0 died before it could finish begin_export.", 0, "inference rank 0")
-    actor, engines = Sender("actor", "weights 1"), Engines(2, taking(start=7))
-    pool, sync, supervisor = synced(engines, actor, Sender("inference", "", death), tmp_path)
-    await sync.send(1)
-    watching = asyncio.ensure_future(supervisor.run(1.0))
-    await settle()
-    engines.die(1)
-    with pytest.raises(ExceptionGroup) as ended:
-        await watching
-    assert lost_worker(ended.value) is death, "the run goes back to its checkpoint"
-    assert pool.engines.members.of_engine[1].standing is Standing.joining
-    assert [row["event"] for row in rows(tmp_path / "faults")] == ["began"]
 
 
 @virtually

@@ -1,0 +1,137 @@
+"""Tests of engines that get the last weights alone, in virtual time: the real pool, sync and supervisor."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from rlsys.cluster.worker_group import RankDied
+from rlsys.config.schema import SyncMode
+from rlsys.observe.faults import FaultLog
+from rlsys.observe.spans import Tracer
+from rlsys.orchestrator.engine_pool import EnginePool
+from rlsys.orchestrator.membership import Standing
+from rlsys.orchestrator.run import lost_worker
+from rlsys.orchestrator.supervisor import Supervisor
+from rlsys.orchestrator.weight_sync import WeightSync
+from rlsys.weights.transport import BucketHandle
+from tests.orchestrator.groups.engines import CALL_TIMEOUT_S, Engines, make, settle, taking
+from tests.orchestrator.groups.simulated_sync import BUCKETS
+from tests.orchestrator.groups.test_restarts import config_of, rows, supervisor_of
+from tests.support.virtual_time import virtually
+
+
+class Sender:
+    """Worker group that sends weights with `digest` at once, or fails."""
+
+    driver_host = ""
+
+    def __init__(self, name: str, digest: str, fails: Exception | None = None) -> None:
+        self.name, self.digest, self.fails = name, digest, fails
+        self.ranks = (SimpleNamespace(name=f"{name} rank 0"),)
+
+    async def call(self, method: str, *_: Any) -> list[Any]:
+        if self.fails and method == "begin_export":
+            raise self.fails
+        return [{"open_export": 1.0, "end_export": self.digest}.get(method)]
+
+
+def synced(engines: Engines, actor: Any, copies: Any, tmp_path: Path) -> tuple[EnginePool, WeightSync, Supervisor]:
+    """Return a pool, a weight sync from `actor` to it, and a supervisor with one restart."""
+    pool, _ = make(engines)
+    config = config_of(1)
+    cluster = replace(config.cluster, sync_mode=SyncMode.tensor)
+    sync = WeightSync(actor, [pool], cluster, tmp_path, Tracer("driver"), copies=copies)
+    return pool, sync, supervisor_of(pool, sync, engines.restart, FaultLog(tmp_path / "faults"), config)
+
+
+@virtually
+async def test_newcomer_waits_for_the_end_of_a_long_step_at_no_cost(tmp_path: Path) -> None:
+    actor, engines = Sender("actor", "weights 1"), Engines(2, taking(start=7))
+    pool, sync, supervisor = synced(engines, actor, None, tmp_path)
+    await sync.send(1)
+    watching = asyncio.ensure_future(supervisor.run(100.0))
+    actor.digest = "within step 2"
+    engines.die(1)
+    await asyncio.sleep(3 * CALL_TIMEOUT_S)
+    assert tuple(pool.living) == (0,)
+    actor.digest = "weights 2"
+    await sync.send(2)
+    await settle()
+    assert [one.version for one in pool.engines.members.living] == [2, 2]
+    watching.cancel()
+    await asyncio.wait({watching})
+    assert [row["event"] for row in rows(tmp_path / "faults")] == ["began", "recovered"]
+    assert (len(engines.former), engines.breaches) == (1, [])
+
+
+@virtually
+async def test_death_of_the_sender_is_not_charged_to_the_newcomer(tmp_path: Path) -> None:
+    death = RankDied("inference rank 0 died before it could finish begin_export.", 0, "inference rank 0")
+    actor, engines = Sender("actor", "weights 1"), Engines(2, taking(start=7))
+    pool, sync, supervisor = synced(engines, actor, Sender("inference", "", death), tmp_path)
+    await sync.send(1)
+    watching = asyncio.ensure_future(supervisor.run(1.0))
+    await settle()
+    engines.die(1)
+    with pytest.raises(ExceptionGroup) as ended:
+        await watching
+    assert lost_worker(ended.value) is death, "the run goes back to its checkpoint"
+    assert pool.engines.members.of_engine[1].standing is Standing.joining
+    assert [row["event"] for row in rows(tmp_path / "faults")] == ["began"]
+
+
+class Actor(Sender):
+    """An actor that runs its calls in order, as its process does, and sends weights in several buckets."""
+
+    def __init__(self) -> None:
+        super().__init__("actor", "weights 0")
+        self._turn, self._left = asyncio.Lock(), 0
+        self._sent: set[str] = set()
+        """Digests of the weights during a transfer."""
+
+    async def train(self, seconds: float) -> None:
+        async with self._turn:
+            await asyncio.sleep(seconds)
+
+    async def call(self, method: str, *args: Any) -> list[Any]:
+        async with self._turn:
+            if method == "begin_export":
+                self._left, self._sent = BUCKETS, set()
+            if method == "end_export":
+                return ["+".join(sorted(self._sent))]
+            if method != "next_handle":
+                return await super().call(method, *args)
+            if not self._left:
+                return [None]
+            await asyncio.sleep(0.5)
+            self._left -= 1
+            self._sent.add(self.digest)
+            return [BucketHandle(BUCKETS - self._left, (), 100, None)]
+
+
+@pytest.mark.parametrize("calls", [1, 2, 4 * BUCKETS])
+@virtually
+async def test_newcomer_has_the_version_of_the_next_push_before_the_actor_trains_on(calls: int, tmp_path: Path) -> None:
+    """However many calls a step has: with few, each bucket waits for one; with many, the weights change meanwhile."""
+    actor, engines = Actor(), Engines(2, taking(start=18))
+    pool, sync, supervisor = synced(engines, actor, None, tmp_path)
+    await sync.send(0)
+    watching = asyncio.ensure_future(supervisor.run(100.0))
+    await settle()
+    engines.die(1)
+    await pool.load_bucket(0)
+    for _ in range(calls):
+        await actor.train(20 / calls)
+    actor.digest = "weights 1"
+    await sync.push(1)
+    assert tuple(pool.living) == (0, 1)
+    await sync.activate(1)
+    assert [one.version for one in pool.engines.members.living] == [1, 1]
+    watching.cancel()
+    await asyncio.wait({watching})
