@@ -267,10 +267,15 @@ class WorkerGroup:
         ranks: Sequence[Rank] | None = None,
         until: asyncio.Future[str] | None = None,
     ) -> list[Any]:
-        """Return the results of `refs`, calls of `method`; its default time limit is that of its stage."""
+        """Return the results of `refs`, calls of `method`; its default time limit is that of its stage.
+
+        Callers with a limit of their own, neither that of the stage nor of the group, handle late ranks themselves.
+        """
         own_s = self._stage_timeout_s.get(STAGES.get(method, ""), self._timeout_s)
         limit_s = own_s if timeout_s is None else timeout_s
-        results = await self._gather(refs, f"to finish {method}", limit_s, ranks, until, locate=timeout_s is None)
+        results = await self._gather(
+            refs, f"to finish {method}", limit_s, ranks, until, locate=timeout_s in (None, self._timeout_s)
+        )
         self.finished += method not in POLLS
         return results
 

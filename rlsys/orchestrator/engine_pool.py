@@ -582,9 +582,10 @@ class EngineCalls:
 class Newcomer:
     """One engine that has just started, as the only receiver of a weight sync, which admits it to the pool."""
 
-    def __init__(self, engines: EngineCalls, member: Member) -> None:
+    def __init__(self, engines: EngineCalls, member: Member, limit_s: float) -> None:
+        """`limit_s` is the time limit of a call: with a broadcast, the engine may wait for the sender."""
         self.workers = engines.workers
-        self._engines, self._member = engines, member
+        self._engines, self._member, self._limit_s = engines, member, limit_s
 
     @property
     def living(self) -> Mapping[int, asyncio.Future[str]]:
@@ -608,7 +609,7 @@ class Newcomer:
         self._engines.change(self._engines.members.admit(self._member, version))
 
     async def _call(self, method: str, *args: Any) -> None:
-        await self._engines.call(self._member, method, *args)
+        await self._engines.call(self._member, method, *args, timeout_s=self._limit_s)
 
 
 class VersionSwitch:

@@ -17,7 +17,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
 
-from rlsys.cluster.worker_group import RankDied
+from rlsys.cluster.worker_group import RankDied, RankLost
 from rlsys.config.schema import Mode, RunConfig
 from rlsys.errors import RunError, UserError
 from rlsys.observe.faults import Fault, FaultKind, FaultLog, Outcome, Restarts
@@ -77,6 +77,7 @@ class Supervisor:
         self._budget, self._unrecovered = budget, unrecovered
         self._restarts = config.cluster.mode is not Mode.colocated
         self._stall_timeout_s = config.rollout.engine.stall_timeout_s
+        self._call_timeout_s = config.cluster.call_timeout_s
         self._heartbeats = Heartbeats()
         self._invited: dict[int, asyncio.Future[int]] = {}
         """Life of a member that joins -> its first weight version, or the error of its start, which is no fault."""
@@ -186,7 +187,7 @@ class Supervisor:
     async def _restart(self, one: Member) -> None:
         """Start a new member and admit it with the current weights; a failure is another loss of its engine.
 
-        Raises RankDied if the sender of the weights dies.
+        Raises RankLost if the sender of the weights dies or hangs.
         """
         if not self._engines.members.holds(one):
             return
@@ -194,10 +195,10 @@ class Supervisor:
         try:
             await self._start(one)
             self._engines.change(self._engines.members.started(one))
-            version = await self.sync.catch_up(Newcomer(self._engines, one))
+            version = await self.sync.catch_up(Newcomer(self._engines, one, self._call_timeout_s))
         except (RunError, UserError) as problem:
-            if isinstance(problem, RankDied) and problem.name.startswith(MEGATRON):
-                raise  # The sender has died: the run goes back to its last checkpoint, and the engine is not to blame.
+            if isinstance(problem, RankLost) and problem.name.startswith(MEGATRON):
+                raise  # The sender is lost: the run goes back to its last checkpoint, and the engine is not to blame.
             self._engines.lost(one, problem)
             if joined is not None and not joined.done():
                 joined.set_exception(problem)

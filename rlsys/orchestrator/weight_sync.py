@@ -121,12 +121,18 @@ class _Route:
     """Receivers that switch at the end of the transfer."""
     export: tuple[Any, ...] = ()
     """Arguments of the sender's `begin_export`."""
+    limit_s: float | None = None
+    """Time limit of each call to the sender; None for that of the stage."""
 
     @property
     def ranks(self) -> tuple[Rank, ...]:
         """Living processes, the sender first; a process that has been started again is another one."""
         own = (one.workers.ranks[rank] for one in self.receivers for rank in one.living)
         return (self.sender.ranks[0], *own)
+
+    async def ask(self, method: str, *args: Any) -> Any:
+        """Call `method` on every process of the sender; return the answer of the first."""
+        return (await self.sender.call(method, *args, timeout_s=self.limit_s))[0]
 
 
 class WeightSync:
@@ -252,9 +258,11 @@ class WeightSync:
     async def _resend(self, receiver: WeightReceiver, pushed: SyncReport) -> bool:
         """Send the version `pushed` to `receiver`; return False if the sender has other weights by now."""
         await receiver.begin_update(pushed.version)
-        copied = _Route(self._copies, (receiver,), export=(True,)) if self._copies else None
+        sender, export = self._copies or self._sender, (True,) if self._copies else ()
+        # A call waits in the sender for one of another stage, which may take longer than the limit of this stage.
+        route = _Route(sender, (receiver,), export=export, limit_s=self._cluster.call_timeout_s)
         try:
-            sent = await self._attempt(pushed.version, copied or _Route(self._sender, (receiver,)))
+            sent = await self._attempt(pushed.version, route)
         except BaseException:
             if self._meetings:  # Else the sender would wait for the dead receiver.
                 self._meetings[-1].end()
@@ -347,7 +355,7 @@ class WeightSync:
             folder=str(self._folder.resolve()),
         )
         ranks = count(1)
-        opening: list[Coroutine[Any, Any, Any]] = [route.sender.call("open_export", spec)]
+        opening: list[Coroutine[Any, Any, Any]] = [route.ask("open_export", spec)]
         for receiver in route.receivers:
             specs = {own: replace(spec, rank=rank) for own, rank in zip(receiver.living, ranks, strict=False)}
             opening.append(receiver.open_transport(specs))
@@ -356,7 +364,7 @@ class WeightSync:
     async def _send(self, version: int, route: _Route, opening: Sequence[Awaitable[Any]]) -> SyncReport:
         """Open the transport by awaiting `opening`, if any, then send all buckets."""
         if opening:
-            (speed, *_), *_ = await together(*opening)
+            speed, *_ = await together(*opening)
             self._copy_gb_s = self._copy_gb_s or speed
         started = time.perf_counter()
         status.show(f"sends version {version}", "sync")
@@ -368,17 +376,12 @@ class WeightSync:
     async def _send_buckets(self, route: _Route) -> tuple[int, str]:
         """Send all buckets; return the number of bytes and their digest."""
         sent_bytes = 0
-        await route.sender.call("begin_export", *route.export)
-        handle = await self._next_handle(route.sender)
+        await route.ask("begin_export", *route.export)
+        handle: BucketHandle | None = await route.ask("next_handle", self._taken)
         while handle is not None:
             sent_bytes += handle.nbytes
             # `_taken` counts the buckets that every receiver has loaded; the sender overwrites only those.
             loads = [receiver.load_bucket(handle) for receiver in route.receivers]
-            handle, *_ = await together(self._next_handle(route.sender), *loads)
+            handle, *_ = await together(route.ask("next_handle", self._taken), *loads)
             self._taken += 1
-        digest: str = (await route.sender.call("end_export", self._taken))[0]
-        return sent_bytes, digest
-
-    async def _next_handle(self, sender: WorkerGroup) -> BucketHandle | None:
-        handle: BucketHandle | None = (await sender.call("next_handle", self._taken))[0]
-        return handle
+        return sent_bytes, await route.ask("end_export", self._taken)

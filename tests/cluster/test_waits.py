@@ -11,7 +11,7 @@ from concurrent.futures import Future
 from contextlib import closing
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import AsyncMock, Mock
 
 import psutil
 import pytest
@@ -173,6 +173,18 @@ async def test_call_has_the_limit_of_its_stage_and_counts_unless_it_is_a_poll(tm
     for method in ("accumulate", *POLLS):
         await group.call(method)
     assert group.finished == 1
+
+
+@pytest.mark.parametrize(("limit_s", "times"), [(None, 1), (60, 1), (5, 0)])
+@virtually
+async def test_late_ranks_are_located_unless_the_caller_has_a_limit_of_its_own(
+    limit_s: float | None, times: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    group, located = group_of(tmp_path, Future(), timeout_s=60, of_stages={"sync": 7}), AsyncMock(return_value="")
+    monkeypatch.setattr(group, "located", located)
+    with pytest.raises(RankSilent):
+        await group.call("next_handle", timeout_s=limit_s)
+    assert located.await_count == times
 
 
 def test_every_stage_with_a_limit_of_its_own_has_methods_that_exist() -> None:

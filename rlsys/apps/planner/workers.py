@@ -385,7 +385,7 @@ class SimulatedSender:
         self._costs, self._bucket_bytes = costs, bucket_bytes
         self._left = 0.0
 
-    async def call(self, method: str, *_: Any) -> list[Any]:
+    async def call(self, method: str, *_: Any, **_limits: Any) -> list[Any]:
         """Answer the calls of `WeightSync`."""
         if method == "begin_export":
             self._left = self._costs.sync.nbytes

@@ -102,7 +102,7 @@ class Simulation(Engines):
             self._left_in.append(link)
             raise
 
-    async def _ask_actor(self, method: str, *args: Any) -> list[Any]:
+    async def _ask_actor(self, method: str, *args: Any, **_limits: Any) -> list[Any]:
         if not all(link.ended for link in self._left_in):
             self.breaches.append(f"the actor cannot {method}: it waits in a broadcast that nobody ends")
         await asyncio.sleep(self.random.uniform(0, 2))

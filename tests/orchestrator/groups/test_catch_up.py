@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from rlsys.cluster.worker_group import RankDied
+from rlsys.cluster.worker_group import RankDied, RankLost, RankSilent
 from rlsys.config.schema import SyncMode
 from rlsys.observe.faults import FaultLog
 from rlsys.observe.spans import Tracer
@@ -35,7 +35,7 @@ class Sender:
         self.name, self.digest, self.fails = name, digest, fails
         self.ranks = (SimpleNamespace(name=f"{name} rank 0"),)
 
-    async def call(self, method: str, *_: Any) -> list[Any]:
+    async def call(self, method: str, *_: Any, **_limits: Any) -> list[Any]:
         if self.fails and method == "begin_export":
             raise self.fails
         return [{"open_export": 1.0, "end_export": self.digest}.get(method)]
@@ -70,36 +70,62 @@ async def test_newcomer_waits_for_the_end_of_a_long_step_at_no_cost(tmp_path: Pa
     assert (len(engines.former), engines.breaches) == (1, [])
 
 
+@pytest.mark.parametrize("loss", [RankDied, RankSilent])
 @virtually
-async def test_death_of_the_sender_is_not_charged_to_the_newcomer(tmp_path: Path) -> None:
-    death = RankDied("inference rank 0 died before it could finish begin_export.", 0, "inference rank 0")
+async def test_loss_of_the_sender_is_not_charged_to_the_newcomer(loss: type[RankLost], tmp_path: Path) -> None:
+    lost = loss("inference rank 0 did not finish begin_export.", 0, "inference rank 0")
     actor, engines = Sender("actor", "weights 1"), Engines(2, taking(start=7))
-    pool, sync, supervisor = synced(engines, actor, Sender("inference", "", death), tmp_path)
+    pool, sync, supervisor = synced(engines, actor, Sender("inference", "", lost), tmp_path)
     await sync.send(1)
     watching = asyncio.ensure_future(supervisor.run(1.0))
     await settle()
     engines.die(1)
     with pytest.raises(ExceptionGroup) as ended:
         await watching
-    assert lost_worker(ended.value) is death, "the run goes back to its checkpoint"
+    assert lost_worker(ended.value) is lost, "the run goes back to its checkpoint"
     assert pool.engines.members.of_engine[1].standing is Standing.joining
     assert [row["event"] for row in rows(tmp_path / "faults")] == ["began"]
 
 
+SYNC_S = 1.0
+"""Time limit of a call of the sync (`cluster.stage_timeout_s.sync`)."""
+
+
+class Limited(Engines):
+    """Engines to which a call of the sync may take `SYNC_S`, unless the caller gives it another limit."""
+
+    async def call_rank(self, index: int, method: str, *args: Any, timeout_s: float | None = None, **more: Any) -> Any:
+        return await super().call_rank(
+            index, method, *args, timeout_s=SYNC_S if timeout_s is None else timeout_s, **more
+        )
+
+
 class Actor(Sender):
-    """An actor that runs its calls in order, as its process does, and sends weights in several buckets."""
+    """An actor that runs its calls in order, as its process does, and sends weights in several buckets.
+
+    A call of the sync may take `SYNC_S`, the wait for its turn included, unless the caller gives it another limit.
+    """
 
     def __init__(self) -> None:
         super().__init__("actor", "weights 0")
+        self.trains = False
         self._turn, self._left = asyncio.Lock(), 0
         self._sent: set[str] = set()
         """Digests of the weights during a transfer."""
 
     async def train(self, seconds: float) -> None:
         async with self._turn:
+            self.trains = True
             await asyncio.sleep(seconds)
+            self.trains = False
 
-    async def call(self, method: str, *args: Any) -> list[Any]:
+    async def call(self, method: str, *args: Any, timeout_s: float | None = None) -> list[Any]:
+        try:
+            return await asyncio.wait_for(self._answer(method, *args), SYNC_S if timeout_s is None else timeout_s)
+        except TimeoutError:
+            raise RankSilent("it is late", 0, self.ranks[0].name) from None
+
+    async def _answer(self, method: str, *args: Any) -> list[Any]:
         async with self._turn:
             if method == "begin_export":
                 self._left, self._sent = BUCKETS, set()
@@ -118,8 +144,16 @@ class Actor(Sender):
 @pytest.mark.parametrize("calls", [1, 2, 4 * BUCKETS])
 @virtually
 async def test_newcomer_has_the_version_of_the_next_push_before_the_actor_trains_on(calls: int, tmp_path: Path) -> None:
-    """However many calls a step has: with few, each bucket waits for one; with many, the weights change meanwhile."""
-    actor, engines = Actor(), Engines(2, taking(start=18))
+    """However many calls a step has: with few, each bucket waits for one; with many, the weights change meanwhile.
+
+    Waiting for a call of the step makes neither the actor nor the engine late.
+    """
+
+    def seconds(method: str, _: tuple[Any, ...]) -> float:
+        connects = method == "open_transport"  # Which takes both, as with a broadcast.
+        return 18.0 if method == "start" else 2.0 if connects and actor.trains else 0.0
+
+    actor, engines = Actor(), Limited(2, seconds)
     pool, sync, supervisor = synced(engines, actor, None, tmp_path)
     await sync.send(0)
     watching = asyncio.ensure_future(supervisor.run(100.0))

@@ -90,7 +90,7 @@ async def test_transfer_that_fails_although_nobody_died_is_not_repeated(loses_pe
         living: ClassVar[Any] = {0: None}
         workers: Any = SimpleNamespace(name="rollout", ranks=ranks)
 
-        async def call(self, method: str, *_args: Any) -> list[Any]:
+        async def call(self, method: str, *_args: Any, **_limits: Any) -> list[Any]:
             calls[method] += 1
             if method == "next_handle":
                 raise PeerLost("a cable is loose") if loses_peer else RunError("no room")
@@ -204,7 +204,7 @@ class Processes:
         self._threads = threads
         self._locks = [asyncio.Lock() for _ in hosts]
 
-    async def call(self, method: str, *args: Any) -> list[Any]:
+    async def call(self, method: str, *args: Any, **_limits: Any) -> list[Any]:
         return await asyncio.gather(*(self.call_rank(rank.number, method, *args) for rank in self.ranks))
 
     async def call_rank(self, index: int, method: str, *args: Any, **_limits: Any) -> Any:

@@ -37,7 +37,7 @@ class Actor:
 
     driver_host = "127.0.0.1"
 
-    async def call(self, method: str, *args: Any) -> list[Any]:
+    async def call(self, method: str, *args: Any, **_limits: Any) -> list[Any]:
         if method == "open_export":
             self.specs.append(args[0])
             return [2.0, None]

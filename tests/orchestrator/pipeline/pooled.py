@@ -42,7 +42,7 @@ class _Sender:
         self.name, self.ranks = name, (SimpleNamespace(name=f"{name} rank 0"),)
         self._script, self._digest, self._receivers, self._begun = script, digest, receivers, ""
 
-    async def call(self, method: str, *_: Any) -> list[Any]:
+    async def call(self, method: str, *_: Any, **_limits: Any) -> list[Any]:
         """Answer a call of the weight sync; there are no buckets."""
         if method == "begin_export":
             self._begun = self._digest()

@@ -57,7 +57,7 @@ class Workers(InstantWorkers):
         return await super().compute(samples)
 
 
-async def actor(method: str, *_: Any) -> list[Any]:
+async def actor(method: str, *_: Any, **_limits: Any) -> list[Any]:
     """Answer a call of the weight sync: there is nothing to send."""
     return [{"open_export": 1.0, "end_export": "digest"}.get(method)]
 
