@@ -123,6 +123,7 @@ class Elastic:
         if one.lives:
             await self._end_groups(one, inf if limit_s is None else began + limit_s, say)
         if not self._engines.members.holds(one):
+            await self._release(one.engine)
             raise RunError(f"engine {one.engine} has died before it could leave; it is not started again.")
         groups = self._pool.groups_on(one)
         detail = f"after {self._clock() - began:.0f} s"

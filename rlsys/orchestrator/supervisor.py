@@ -166,17 +166,17 @@ class Supervisor:
         joined = self._invited.get(one.life)
         if joined is not None and not joined.done():
             return False
-        if kind is FaultKind.displaced and standing in (Standing.starting, Standing.joining):
+        displaced, leaves = kind is FaultKind.displaced, standing is Standing.leaving
+        if displaced and standing in (Standing.starting, Standing.joining):
             self._budget.give_back()  # It died first, and could not start again without its machine.
-        may_return = self._restarts and kind is not FaultKind.displaced and standing is not Standing.leaving
-        returns = may_return and self._budget.take()
+        returns = self._restarts and not displaced and not leaves and self._budget.take()
         if one.engine not in self._unrecovered:
             groups = self._pool.groups_on(one)
             detail = f"{why.rstrip('.')}; {groups} prompt groups are run again."
             self._unrecovered[one.engine] = self._faults.begin(f"engine {one.engine}", kind, detail)
-        if not returns and kind is not FaultKind.displaced:
+        if not returns and (leaves or not displaced):
             reason = "no restart is left" if self._restarts else "the engines of a colocated run are not started again"
-            self.give_up(one.engine, f"{'it was leaving' if standing is Standing.leaving else reason}: {why}")
+            self.give_up(one.engine, f"{'it was leaving' if leaves else reason}: {why}")
         return returns
 
     def _end(self, engine: int, outcome: Outcome, detail: str) -> None:

@@ -16,7 +16,7 @@ import pytest
 from rlsys.apps.planner.virtual_time import now
 from rlsys.config.schema import Mode
 from rlsys.errors import RunError
-from rlsys.observe.faults import FaultLog, Restarts
+from rlsys.observe.faults import FaultKind, FaultLog, Restarts
 from rlsys.observe.requests import REQUESTS, Inbox, Request
 from rlsys.orchestrator import elastic
 from rlsys.orchestrator.elastic import DEVICES_TIMEOUT_S, MACHINES_POLL_S, Elastic
@@ -252,22 +252,31 @@ async def test_a_leaving_engine_stays_if_it_has_become_the_last_one(tmp_path: Pa
         await asyncio.gather(*asked)
 
 
+@pytest.mark.parametrize("kind", [FaultKind.died, FaultKind.displaced])
 @virtually
-async def test_a_leaving_engine_that_dies_is_not_started_again(tmp_path: Path) -> None:
-    engines = Engines(2, taking(run_group=50, start=5))
+async def test_a_leaving_engine_that_is_lost_is_not_started_again(kind: FaultKind, tmp_path: Path) -> None:
+    engines = Engines(1, taking(run_group=50, start=5))
     run = Elasticity(engines, tmp_path, restarts=3)
+    run.config.cluster.address = "10.0.0.1:6379"
     async with run.watched():
+        await run.elastic.join(None)
         asked = [run.ask(number) for number in range(2)]
         await settle()
-        leaving = asyncio.ensure_future(run.elastic.leave(0, None))
+        leaving = asyncio.ensure_future(run.elastic.leave(1, None))
         await asyncio.sleep(10)
-        engines.die(0)
-        with pytest.raises(RunError, match="died"):
+        if kind is FaultKind.died:
+            engines.die(1)
+        else:
+            run.devices.lost = {1}
+        with pytest.raises(RunError):
             await leaving
+        assert run.devices.taken == set()
+        run.devices.lost = set()
         await asyncio.gather(*asked)
         await asyncio.sleep(100)
-        assert run.standings == {1: "serving"}
-    assert [row["event"] for row in rows(run.log)] == ["began", "given_up"]
+        assert run.standings == {0: "serving"}
+    recorded = [(row["event"], row.get("kind")) for row in rows(run.log)]
+    assert recorded == [("joined", None), ("began", kind), ("given_up", None)]
 
 
 @virtually
