@@ -408,7 +408,7 @@ class RunLogger:
         worked = {stage: spent for stage, spent in stage_seconds(spans, window).items() if spent}
         seconds = {**dict.fromkeys(_EVERY_STEP, 0.0), **worked}
         training = stage_seconds((span for span in spans if span.group == "actor"), window).get("train", 0.0)
-        flops = 0.0 if self._cost is None else training_flops(groups, self._cost)
+        flops = 0.0 if self._cost is None else training_flops(groups, self._cost, self.config)
         return {
             "time/step": (window[1] - window[0]) / 1e9,
             **{f"time/{_STAGE_KEYS.get(stage, stage)}": spent for stage, spent in seconds.items()},

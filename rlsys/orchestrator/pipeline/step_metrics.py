@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Sequence
+from dataclasses import replace
 from statistics import fmean
 
 import numpy as np
@@ -18,7 +19,7 @@ from rlsys.algorithms.corrections import CorrectionStats, measure
 from rlsys.algorithms.kl import DISTINCT, SAMPLED
 from rlsys.algorithms.losses import explained_variance
 from rlsys.config.algorithm import CorrectionConfig
-from rlsys.config.schema import TaskConfig
+from rlsys.config.schema import RunConfig, TaskConfig
 from rlsys.data.answers import normalize, passes, score
 from rlsys.data.trajectory import Action, Finish, Group, Sample, Trajectory, Turn
 from rlsys.observe.metrics import Metric
@@ -175,8 +176,6 @@ TOKEN_METRICS = (
     ),
     Metric("tokens/differing_share", "share", "trained tokens that differ from the sampled ones"),
 )
-_TRAINING_PASSES = 3
-"""Cost of training in units of forward passes: one for the forward pass, and two for the backward pass."""
 
 
 def step_metrics(
@@ -459,10 +458,16 @@ def correction_metrics(groups: Sequence[Group], config: CorrectionConfig) -> dic
     }
 
 
-def training_flops(groups: Sequence[Group], cost: Flops) -> float:
-    """Return the floating-point operations of one training pass on `groups`, without recomputed activations."""
+def training_flops(groups: Sequence[Group], cost: Flops, config: RunConfig) -> float:
+    """Return the floating-point operations of one training pass on `groups`, without recomputed activations.
+
+    Each product of the forward pass, of which `cost` is the cost, has a gradient for either factor in the backward pass.
+    Under adapters the weights are frozen and have none, which leaves two gradients to attention alone.
+    """
     every = [part.trajectory for sample in _samples(groups) for part in sample.by_branch()]
-    return _TRAINING_PASSES * sum(cost.of(len(one.tokens), int(one.loss_mask.sum())) for one in every)
+    sizes = [(len(one.tokens), int(one.loss_mask.sum())) for one in every]
+    second = replace(cost, per_token=0.0, per_target=0.0) if config.model.lora.rank else cost
+    return sum(2 * cost.of(*size) + second.of(*size) for size in sizes)
 
 
 def _samples(groups: Sequence[Group]) -> list[Sample]:

@@ -14,7 +14,7 @@ from numpy.testing import assert_allclose, assert_array_equal
 from rlsys.algorithms.kl import KlController
 from rlsys.algorithms.losses import divisor, token_weights
 from rlsys.config.algorithm import AdvantageBaseline, AdvantageScale, Aggregation, AlgorithmConfig, ReturnsAdvantage
-from rlsys.config.schema import ParallelConfig, TaskConfig
+from rlsys.config.schema import LoraConfig, ModelConfig, ParallelConfig, RunConfig, TaskConfig
 from rlsys.data.trajectory import Branch, Group, Sample, TopkLogprobs
 from rlsys.orchestrator.pipeline.grouping import finish, over_mini_batch
 from rlsys.orchestrator.pipeline.step_metrics import step_metrics, training_flops
@@ -185,8 +185,10 @@ def test_metrics_count_branches_and_their_tokens_by_cause() -> None:
     assert (found["gateway/branches/mean"], found["gateway/branches/max"]) == (1.5, 2)
     assert (found["gateway/tokens/first"], found["gateway/tokens/forked"]) == (2, 2)
     assert found["rollout/episodes"] == 2
-    # A square of each branch's length: 4 + 9 + 4, and not 25 + 4.
-    assert training_flops(groups, Flops(per_token=0.0, per_square=1.0)) == 3 * 17
+    # 7 tokens and 4 targets; a square of each branch's length: 4 + 9 + 4, and not 25 + 4.
+    cost, adapters = Flops(10.0, 5.0, 1.0), RunConfig(model=ModelConfig(lora=LoraConfig(rank=8)))
+    assert training_flops(groups, cost, RunConfig()) == 3 * 70 + 3 * 20 + 3 * 17
+    assert training_flops(groups, cost, adapters) == 2 * 70 + 2 * 20 + 3 * 17, "frozen weights have no gradients"
     plain = [Group(question(1), (replace(done[0], trajectory=trajectory((1, 2, 3, 4, 5))), done[1]))]
     assert "gateway/branches/mean" not in step_metrics(
         [replace(plain[0], samples=plain[0].samples[:1])], 0, AlgorithmConfig().correction, TaskConfig()
