@@ -71,6 +71,8 @@ class Endpoint:
         self.url, self._settings = url, settings
         self.tries = 0
         """Requests sent so far, retries included."""
+        self.seconds = 0.0
+        """Time of these requests, without waits for a place, for the rate limit, and before a retry."""
         self._places = asyncio.Semaphore(settings.max_concurrent)
         self._gap_s = 60.0 / settings.requests_per_minute if settings.requests_per_minute else 0.0
         self._next_turn = 0.0
@@ -119,6 +121,8 @@ class Endpoint:
         await self._wait_for_turn()
         self.tries += 1
         settings, request = self._settings, self._http.build_request("POST", self.url, json=body)
+        clock = asyncio.get_running_loop()
+        started = clock.time()
         try:
             async with asyncio.timeout(settings.timeout_s):
                 response = await self._http.send(request, stream=True)
@@ -132,6 +136,8 @@ class Endpoint:
             raise _RetryableError(f"{type(error).__name__} {error}".strip()) from error
         except BodyError as error:
             raise _RetryableError(f"status {response.status_code} with an unusable response: {error}") from None
+        finally:
+            self.seconds += clock.time() - started
         status = response.status_code
         said = f"status {status} ({beginning(content)})"
         if status in _BUSY or response.is_server_error:

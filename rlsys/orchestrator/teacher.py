@@ -36,7 +36,11 @@ from rlsys.search.web.loop import LoopThread
 
 TEACHER_METRICS = (
     Metric("distillation/requests", "count", "requests to the teacher's server in this step, retries included"),
-    Metric("distillation/request_s", "s", "mean time of a sequence at the teacher's server, retries included"),
+    Metric(
+        "distillation/request_s",
+        "s",
+        "mean time of a sequence at the teacher's server, without waits for a place there; retries included",
+    ),
 )
 _KEY = "algorithm.teacher"
 _HINTS = {
@@ -75,9 +79,8 @@ class TeacherServer:
         self._endpoint = Endpoint(f"{(config.model or '').rstrip('/')}/{path}", settings, transport)
         self.finished = 0
         """Sequences scored so far."""
-        self._before = (0, 0)
-        """Requests and sequences at the last `metrics`."""
-        self._seconds = 0.0
+        self._before = (0, 0, 0.0)
+        """Requests, sequences and seconds at the last `metrics`."""
 
     async def compute(self, samples: Sequence[Sample]) -> list[Floats]:
         """Return the teacher's log-probs [seq] of each sample's trained tokens; 0 elsewhere.
@@ -93,9 +96,9 @@ class TeacherServer:
 
     def metrics(self) -> dict[str, float]:
         """Return requests, and mean seconds of a sequence, since the last call."""
-        now, seconds = (self._endpoint.tries, self.finished), self._seconds
-        tries, finished = (new - old for new, old in zip(now, self._before, strict=True))
-        self._before, self._seconds = now, 0.0
+        now = (self._endpoint.tries, self.finished, self._endpoint.seconds)
+        tries, finished, seconds = (new - old for new, old in zip(now, self._before, strict=True))
+        self._before = now
         return {
             "distillation/requests": tries,
             **({"distillation/request_s": seconds / finished} if finished else {}),
@@ -130,11 +133,9 @@ class TeacherServer:
         if not trained.size:
             return found
         first, last = int(trained[0]), int(trained[-1])
-        started = asyncio.get_running_loop().time()
         found[first : last + 1], _ = await self._ask(branch.trajectory.tokens[: last + 1].tolist(), first)
         found[~mask] = 0.0
         self.finished += 1
-        self._seconds += asyncio.get_running_loop().time() - started
         return found
 
     async def _ask(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 import socket
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -9,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
 import pytest
 import torch
@@ -26,6 +29,7 @@ from tests.support import tiny
 from tests.support.refusals import refused
 from tests.support.teachers import Answer, Body, Server, scored_by, served, sglang
 from tests.support.trajectories import sample
+from tests.support.virtual_time import virtually
 from tests.trainer import reference
 
 BY_HAND = np.linspace(-0.5, -12.0, 24)
@@ -141,6 +145,23 @@ async def test_busy_server_is_asked_again(server: Server) -> None:
     server.statuses = [503]
     _, figures = await scored(settings(server.url), [EPISODE])
     assert (len(server.seen), figures["distillation/requests"]) == (2, 2)
+
+
+@virtually
+async def test_time_of_a_sequence_has_no_wait_for_a_place() -> None:
+    statuses = [503]
+
+    async def answer(request: httpx.Request) -> httpx.Response:
+        await asyncio.sleep(2.0)
+        content = json.dumps(scripted(json.loads(request.content))).encode()
+        return httpx.Response(statuses.pop() if statuses else 200, stream=httpx.ByteStream(content))
+
+    teacher = TeacherServer(settings("http://teacher.test", max_concurrent=1), httpx.MockTransport(answer))
+    await teacher.compute([EPISODE] * 5)
+    assert teacher.metrics() == {"distillation/requests": 5 + 1, "distillation/request_s": pytest.approx(6 * 2.0 / 5)}
+    await teacher.compute([EPISODE])
+    assert teacher.metrics() == {"distillation/requests": 1, "distillation/request_s": pytest.approx(2.0)}
+    await teacher.close()
 
 
 def spoilt(change: Callable[[list[Any]], Any]) -> Answer:

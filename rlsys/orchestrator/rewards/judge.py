@@ -40,7 +40,9 @@ JUDGE_METRICS = (
     Metric("judge/cached", "count", "answers with a cached verdict"),
     Metric("judge/refused", "count", "answers without a verdict, which count as wrong"),
     Metric("judge/yes_share", "share", "verdicts that are yes"),
-    Metric("judge/seconds", "s", "mean time of a verdict"),
+    Metric(
+        "judge/seconds", "s", "mean time of a verdict at the judge, without waits for a place there; retries included"
+    ),
 )
 _PLACEHOLDER = re.compile("|".join(map(re.escape, JUDGE_PLACEHOLDERS)))
 _THOUGHT_END = "</think>"
@@ -70,6 +72,7 @@ class Judge:
         self._counts: Counter[str] = Counter()
         """Verdicts since the last `metrics`: asked, cached, refused and yes."""
         self._seconds = 0.0
+        """Seconds of the requests until the last `metrics`."""
 
     async def grade(self, question: Question, answer: str | None) -> float:
         """Return 1.0 if `answer` means the same as an accepted one, else 0.0. Raises RunError if no response comes."""
@@ -91,9 +94,9 @@ class Judge:
         return float(bool(verdict))
 
     def metrics(self) -> dict[str, float]:
-        """Return counts, the share of yes verdicts, and mean seconds per request, since the last call."""
-        counts, seconds = self._counts, self._seconds
-        self._counts, self._seconds = Counter(), 0.0
+        """Return counts, the share of yes verdicts, and mean seconds per verdict, since the last call."""
+        counts, seconds = self._counts, self._endpoint.seconds - self._seconds
+        self._counts, self._seconds = Counter(), self._endpoint.seconds
         verdicts = counts["asked"] + counts["cached"] - counts["refused"]
         return {
             "judge/asked": counts["asked"],
@@ -109,10 +112,7 @@ class Judge:
         self._verdicts.close()
 
     async def _ask(self, key: str, prompt: str) -> bool | None:
-        clock = asyncio.get_running_loop()
-        started = clock.time()
         verdict = verdict_of(await self._endpoint.ask(prompt))
-        self._seconds += clock.time() - started
         self._counts["asked"] += 1
         if verdict is None:
             self._counts["refused"] += 1
@@ -232,6 +232,11 @@ class ChatEndpoint:
             requests_per_minute=config.requests_per_minute,
         )
         self._endpoint = Endpoint(f"{(config.url or '').rstrip('/')}/chat/completions", settings, transport)
+
+    @property
+    def seconds(self) -> float:
+        """Time of all requests, as `Endpoint.seconds`."""
+        return self._endpoint.seconds
 
     async def ask(self, prompt: str) -> str:
         """Return the reply to `prompt` at temperature 0; empty if the content is null.

@@ -84,6 +84,12 @@ def test_equal_answers_share_one_request() -> None:
     assert (figures["judge/asked"], figures["judge/cached"], figures["judge/yes_share"]) == (1, 4, 1.0)
 
 
+def test_time_of_a_verdict_has_no_wait_for_a_place() -> None:
+    figures: dict[str, float] = {}
+    grades(Chat(takes_s=2.0), ["Bko", "Gao", "Kayes"], figures, max_concurrent=1)
+    assert (figures["judge/asked"], figures["judge/seconds"]) == (3, pytest.approx(2.0))
+
+
 def test_refusal_scores_0_is_counted_and_is_not_cached() -> None:
     figures: dict[str, float] = {}
     chat = Chat(["I cannot say.", completion(None), "yes"])
