@@ -39,6 +39,8 @@ MACHINES_POLL_S = 5.0
 """Interval at which Ray is asked for the machines of the engines."""
 DEVICES_TIMEOUT_S = 15.0
 """Time in which Ray must find free devices for an engine that joins on request."""
+_LEFT = "it has left the run"
+"""Reason for which an engine is gone that was asked to leave."""
 T = TypeVar("T")
 Say = Callable[[str], None]
 """Receives what a request waits for."""
@@ -124,12 +126,15 @@ class Elastic:
             await self._end_groups(one, inf if limit_s is None else began + limit_s, say)
         if not self._engines.members.holds(one):
             await self._release(one.engine)
-            raise RunError(f"engine {one.engine} has died before it could leave; it is not started again.")
+            why = self._engines.gone(one).result()
+            if why == _LEFT:
+                return f"engine {one.engine} has left on another request."
+            raise RunError(f"engine {one.engine} was lost before it could leave, and is not started again: {why}")
         groups = self._pool.groups_on(one)
         detail = f"after {self._clock() - began:.0f} s"
         if groups:
             detail += f"; {status.count(groups, 'prompt group')} run again on other engines"
-        self._engines.remove(one, "it has left the run")
+        self._engines.remove(one, _LEFT)
         self._supervisor.give_up(one.engine, "it was asked to leave")
         await self._release(one.engine)
         self._faults.note(f"engine {one.engine}", Change.left, detail)

@@ -118,7 +118,7 @@ async def test_an_engine_leaves_when_its_groups_have_ended(tmp_path: Path) -> No
         assert run.standings == {0: "leaving", 1: "serving"}
         assert run.pool.capacity == 2 + 2, "room on engine 1, and the two groups that still run on engine 0"
         asked += [run.ask(number) for number in range(4, 8)]
-        await leaving
+        await asyncio.gather(leaving, run.elastic.leave(0, None))
         assert 100 <= now() <= 101
         assert run.standings == {1: "serving"}
         assert run.pool.capacity == 2
