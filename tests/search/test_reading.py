@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from rlsys.search.reading import find, window, words
@@ -33,6 +33,7 @@ def test_windows_one_after_the_other_are_the_whole_page(page: str, most: int) ->
 
 
 @given(TEXT, st.sampled_from(["a", "ab", "(C)", "a  b", "a\nB", "日本", "no"]), st.integers(0, 50))
+@example("c a b A B", "a  b", 1)  # The text ends in another word than it begins in.
 def test_every_place_of_a_text_is_found_once(page: str, text: str, start: int) -> None:
     units = words(page)
     after = units[start][0] if start < len(units) else len(page)
