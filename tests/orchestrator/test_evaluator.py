@@ -31,16 +31,18 @@ def evaluator(engines: Engines) -> tuple[Evaluator, list[Evaluation]]:
     return Evaluator(config, log, NoSearch(), pool, QUESTIONS, lambda _: None, set()), recorded  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("dies", [False, True])
 @virtually
-async def test_evaluation_waits_for_the_only_engine_that_lives_to_be_put_back() -> None:
+async def test_evaluation_on_all_engines_waits_for_the_one_that_is_set_aside(dies: bool) -> None:
     engines = Engines(2, taking(answer=EVALUATION_S))
     one, recorded = evaluator(engines)
     async with asyncio.TaskGroup() as background:
         await one.evaluate_aside(1, background)
         (idle,) = {0, 1} - one._engines.engines.members.aside
-        engines.die(idle)
-        await one._engines.load_bucket(0)  # The pool notices the death.
-        assert one._engines.capacity == 0
+        if dies:
+            engines.die(idle)
+            await one._engines.load_bucket(0)  # The pool notices the death.
+            assert one._engines.capacity == 0
         await one.evaluate(2)
     assert [evaluation.step for evaluation in recorded] == [1, 2]
     assert now() == 2 * EVALUATION_S

@@ -327,15 +327,11 @@ class StalenessScheduler:
         self._require(prompt_group, GroupStage.ready)
         if not self.groups_missing:
             raise RuntimeError(f"Step {self.version} has its {self.groups_per_step} groups already.")
-        if self.version - prompt_group.oldest > self.max_staleness:
-            raise RuntimeError(
-                f"Step {self.version} would train a token of version {prompt_group.oldest}, which exceeds "
-                f"max_staleness={self.max_staleness}."
-            )
         if self.version > prompt_group.last_step:
             raise RuntimeError(
-                f"Step {self.version} would train a group that is ready since step {prompt_group.ready_since}, which "
-                f"exceeds max_wait={self._max_wait}."
+                f"Step {self.version} would train a group with a token of version {prompt_group.oldest} that is ready since "
+                f"step {prompt_group.ready_since}, which exceeds max_staleness={self.max_staleness} or "
+                f"max_wait={self._max_wait}."
             )
         self._ready.remove(prompt_group)
         prompt_group.stage = GroupStage.taken

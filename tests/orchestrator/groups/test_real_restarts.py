@@ -30,7 +30,7 @@ GROUPS = 8
 SETTINGS = [
     *PATIENT,
     "rollout.engine=transformers",
-    "rollout.engine.stall_timeout_s=10",
+    "rollout.engine.stall_timeout_s=60",
     "rollout.max_episodes=16",
     "cluster.placement.rollout=2-3",
     "search.enabled=false",
