@@ -51,6 +51,9 @@ class Worked:
         self.weights = embeddings + self.layers * (
             attention + experts * mlp
         )  # Without norms, biases, routers: < 0.1 %.
+        # A and B of q and o, of k and v, and of gate, up and down.
+        pairs = 2 * (self.hidden + queries) + 2 * (self.hidden + self.keys) + 3 * (self.hidden + ffn)
+        self.adapters = self.layers * config.model.lora.rank * pairs
         self.per_token = 2 * self.layers * (attention + max(1, self.active) * mlp)
         self.logits = 2 * self.hidden * vocab
         self.squares = 2 * self.layers * queries
@@ -91,10 +94,11 @@ class Worked:
         launch = REACHED["layer_s"] + (REACHED["expert_layer_s"] if self.active else 0)
         seconds += micro_batches * forwards * self.layers / pp * launch
         bubble = min((pp - 1) / pp, sqrt(2 * (pp - 1) * max(1, updates) / micro_batches))
-        held = self.weights / pp / max(tp, ep)  # Gradients in float32, and weights in bfloat16.
+        trained = self.adapters if self.adapters and group == "actor" else self.weights
+        held = trained / pp / max(tp, ep)  # Gradients in float32, and weights in bfloat16.
         copies *= cp
         applied = (copies - 1) / copies * held * (4 + 2) / self.link(ranks, devices // pp)
-        applied += REACHED["call_s"] + 34 * self.weights / devices / BANDWIDTH
+        applied += REACHED["call_s"] + 34 * trained / devices / BANDWIDTH
         return seconds * (1 + bubble) + updates * applied
 
     def inference(self) -> float:
