@@ -332,7 +332,7 @@ class Completions(Format):
 
 
 class _Instructions(dict[str, Any]):
-    """Message of the instructions of a request, which those of a request that continues its answer replace."""
+    """Message of the instructions of a request; a request that continues its answer does not inherit it."""
 
 
 class Responses(Format):
@@ -356,10 +356,10 @@ class Responses(Format):
             raise Refused(
                 f"No answer of this episode has the id {before:.80}.", code="unknown", param="previous_response_id"
             )
-        messages = [*(former[before] if before is not None else ()), *_of_items(items)]
+        earlier = former[before] if before is not None else ()
+        messages = [*(one for one in earlier if not isinstance(one, _Instructions)), *_of_items(items)]
         if given.instructions is not None:
-            others = (one for one in messages if not isinstance(one, _Instructions))
-            messages = [_Instructions(_said("system", given.instructions)), *others]
+            messages.insert(0, _Instructions(_said("system", given.instructions)))
         if not messages:
             raise Refused("input has no message: give at least one.", code="missing", param="input")
         return Asked(messages, [_tool(one) for one in given.tools or ()], (), given.max_output_tokens)

@@ -167,8 +167,8 @@ def test_responses_by_the_sdk(stream: bool) -> None:
     assert [branch.cause for branch in played.branches] == ["first", "resampled"]
 
 
-def test_instructions_replace_those_of_the_earlier_answer_alone() -> None:
-    def texts(former: list[Message], instructions: str, developer: str, user: str) -> list[Message]:
+def test_an_answer_is_continued_without_its_instructions() -> None:
+    def texts(former: list[Message], instructions: str | None, developer: str, user: str) -> list[Message]:
         given = [{"role": "developer", "content": developer}, {"role": "user", "content": user}]
         body: dict[str, Any] = {"instructions": instructions, "input": given}
         body |= {"previous_response_id": "resp-1"} if former else {}
@@ -179,6 +179,8 @@ def test_instructions_replace_those_of_the_earlier_answer_alone() -> None:
     assert [one["content"] for one in first] == ["Be brief.", "In French.", "Who?"]
     second = texts(first, "Be kind.", "In verse.", "And?")
     assert [one["content"] for one in second] == ["Be kind.", "In French.", "Who?", "In verse.", "And?"]
+    third = texts(second, None, "In prose.", "Why?")
+    assert [one["content"] for one in third] == ["In French.", "Who?", "In verse.", "And?", "In prose.", "Why?"]
 
 
 @pytest.mark.parametrize("stream", [False, True])
