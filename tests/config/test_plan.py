@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -246,3 +247,20 @@ def test_training_on_two_machines_needs_the_launcher_and_planning_does_not(files
         typer.main.get_command(app).main(["train", *served], standalone_mode=False)
     assert not (tmp_path / "runs").exists()
     assert CliRunner().invoke(app, ["train", *served, "--dry-run"]).exit_code == 0
+
+
+def test_dry_run_needs_only_the_shape_of_the_model(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    done = CliRunner().invoke(app, ["train", "-c", THREE_B, "--dry-run", "--json"])
+    plan = json.loads(done.output)
+    assert (plan["model"]["path"], plan["model"]["parameters"]) == ("Qwen2.5-3B-Instruct", 3_085_938_688)
+    missing = [note for note in plan["notes"] if note.startswith("A run needs more:")]
+    assert [note.split()[4].partition("=")[0] for note in missing] == [
+        "task.train_path",
+        "task.eval_path",
+        "model.path",
+    ]
+    with refused("not_found", "model.path"):
+        typer.main.get_command(app).main(
+            ["train", "-c", THREE_B, "--dry-run", "model.path=other"], standalone_mode=False
+        )

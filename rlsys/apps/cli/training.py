@@ -50,13 +50,10 @@ def train(
         config.tracking.wandb = False
     if as_json and not dry_run:
         raise typer.BadParameter("it needs --dry-run", param_hint="--json")
-    validate(config)
     if dry_run:
-        plan = make_plan(config)
-        if faster := faster_split(config, read_architecture(config.model.path, config.model.family)):
-            plan["notes"].append(faster)
-        typer.echo(json.dumps(plan, indent=2) if as_json else render_plan(plan))
+        _print_plan(config, as_json)
         return
+    validate(config)
     if not _outlives_its_driver(config):
         _train(config, folder_to)
         return
@@ -65,6 +62,20 @@ def train(
     words += [word for option, path in given.items() if path is not None for word in (option, str(path))]
     command = [sys.executable, "-m", "rlsys.apps.cli.main", *words]
     raise typer.Exit(supervise(command, Restarts(config.cluster), lambda text: typer.echo(f"Note: {text}", err=True)))
+
+
+def _print_plan(config: RunConfig, as_json: bool) -> None:
+    """Print the plan of `config`. The shape of its model is enough; files that a run needs besides are notes."""
+    from rlsys.apps.planner.answer import check, with_shape  # Imported late: Ray takes seconds to load.
+
+    shaped = with_shape(config)
+    check(shaped)
+    plan = make_plan(shaped)
+    plan["model"]["path"] = config.model.path
+    if faster := faster_split(shaped, read_architecture(shaped.model.path, shaped.model.family)):
+        plan["notes"].append(faster)
+    plan["notes"] += (f"A run needs more: {problem.sentence}" for problem in find_problems(config))
+    typer.echo(json.dumps(plan, indent=2) if as_json else render_plan(plan))
 
 
 def _outlives_its_driver(config: RunConfig) -> bool:

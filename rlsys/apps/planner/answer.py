@@ -212,8 +212,9 @@ def shape_of(model_path: str) -> Path:
             return found
     known = ", ".join(sorted(path.name for path in shapes.iterdir()))
     raise UserError(
-        f"model.path is {model_path}, whose shape is not among {known}: add {folder}/config.json.",
-        code="unknown",
+        f"model.path={model_path} is not a model folder, and its name is not one of those whose shape is known ({known}): "
+        "give a folder that has the model's config.json.",
+        code="not_found",
         key="model.path",
     )
 

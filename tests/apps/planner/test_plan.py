@@ -193,7 +193,7 @@ def test_machines_and_assumptions_that_cannot_be_are_refused(
         (["--assume", "turn=many"], "out_of_range", "--assume"),
         (["--calibrate", "/none/such"], "not_found", "/none/such"),
         (["--bench", "/none/such"], "not_found", "/none/such"),
-        (["model.path=/none/such"], "unknown", "model.path"),
+        (["model.path=/none/such"], "not_found", "model.path"),
         (["cluster.device_memory_gib=10"], "conflict", "cluster.device_memory_gib"),
         (["cluster.placement.rollout='4-5'"], "conflict", "cluster.placement.inference"),
     ],
