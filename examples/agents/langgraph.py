@@ -1,6 +1,6 @@
 """A search agent as a graph of LangGraph, which asks the policy through LangChain. It acts by Search-R1's tags.
 
-rlsys train -c searchr1_tiny_cpu task.agent=gateway task.agent.entry=examples.agents.langgraph.agent \\
+PYTHONPATH=$PWD rlsys train -c searchr1_tiny_cpu task.agent=gateway task.agent.entry=examples.agents.langgraph.agent \\
     task.token_mode=append task.train_eos=false
 """
 

@@ -3,7 +3,7 @@
 The server is at MCP_URL, such as `rlsys search serve INDEX --pages PAGES --mcp`. The policy needs a chat template with
 tools, such as Qwen's:
 
-MCP_URL=http://127.0.0.1:8000/mcp rlsys train -c searchr1_qwen2.5_3b_1node task.agent=gateway \\
+PYTHONPATH=$PWD MCP_URL=http://127.0.0.1:8000/mcp rlsys train -c searchr1_qwen2.5_3b_1node task.agent=gateway \\
     task.agent.entry=examples.agents.mcp_host.agent task.token_mode=append task.train_eos=false
 """
 

@@ -1,6 +1,6 @@
 """A search agent with OpenAI's SDK. It acts by Search-R1's tags, as the demo's policy does.
 
-rlsys train -c searchr1_tiny_cpu task.agent=gateway task.agent.entry=examples.agents.openai_sdk.agent \\
+PYTHONPATH=$PWD rlsys train -c searchr1_tiny_cpu task.agent=gateway task.agent.entry=examples.agents.openai_sdk.agent \\
     task.token_mode=append task.train_eos=false
 """
 

@@ -1,6 +1,6 @@
 """A search agent of fifty lines, with nothing but HTTP. It acts by Search-R1's tags, as the demo's policy does.
 
-rlsys train -c searchr1_tiny_cpu task.agent=gateway task.agent.entry=examples.agents.plain_http.agent \\
+PYTHONPATH=$PWD rlsys train -c searchr1_tiny_cpu task.agent=gateway task.agent.entry=examples.agents.plain_http.agent \\
     task.token_mode=append task.train_eos=false
 """
 

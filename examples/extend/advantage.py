@@ -1,6 +1,6 @@
 """An advantage estimator: the score minus the median of the prompt group, which one lucky episode does not move.
 
-rlsys train -c searchr1_tiny_cpu algorithm.advantage=examples.extend.advantage.above_median
+PYTHONPATH=$PWD rlsys train -c searchr1_tiny_cpu algorithm.advantage=examples.extend.advantage.above_median
 """
 
 from collections.abc import Sequence

@@ -1,6 +1,6 @@
 """An agent: the policy may search, answers, and is asked to check its answer.
 
-rlsys train -c searchr1_tiny_cpu task.agent=examples.extend.agent.second_thoughts task.agent.checks=2
+PYTHONPATH=$PWD rlsys train -c searchr1_tiny_cpu task.agent=examples.extend.agent.second_thoughts task.agent.checks=2
 """
 
 import re

@@ -1,6 +1,6 @@
 """An engine of your own: transformers in the worker's process, without a KV cache, one token of each request in turn.
 
-rlsys train -c searchr1_tiny_cpu rollout.engine=examples.extend.engine.OneByOne rollout.engine.ban='[5]'
+PYTHONPATH=$PWD rlsys train -c searchr1_tiny_cpu rollout.engine=examples.extend.engine.OneByOne rollout.engine.ban='[5]'
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """A KL estimator: k2 whose gradient is bounded, so that a token far from the reference does not dominate.
 
-rlsys train -c searchr1_tiny_cpu algorithm.kl_estimator=examples.extend.kl_estimator.bounded_k2
+PYTHONPATH=$PWD rlsys train -c searchr1_tiny_cpu algorithm.kl_estimator=examples.extend.kl_estimator.bounded_k2
 """
 
 from typing import Annotated

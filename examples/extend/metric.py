@@ -1,6 +1,6 @@
 """A metric: how long the answers are.
 
-rlsys train -c searchr1_tiny_cpu tracking.metrics=[examples.extend.metric.answer_words]
+PYTHONPATH=$PWD rlsys train -c searchr1_tiny_cpu tracking.metrics=[examples.extend.metric.answer_words]
 """
 
 from collections.abc import Mapping, Sequence

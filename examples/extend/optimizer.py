@@ -1,6 +1,6 @@
 """An optimiser: Lion (arXiv 2302.06675), which steps by the sign of a running mean of the gradients.
 
-rlsys train -c searchr1_tiny_cpu actor.optimizer=examples.extend.optimizer.Lion actor.optimizer.lr=3e-5
+PYTHONPATH=$PWD rlsys train -c searchr1_tiny_cpu actor.optimizer=examples.extend.optimizer.Lion actor.optimizer.lr=3e-5
 """
 
 from collections.abc import Callable, Sequence

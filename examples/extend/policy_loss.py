@@ -1,6 +1,6 @@
 """A policy loss: simple policy optimisation (arXiv 2401.16025), a parabola around ratio 1 instead of a clip.
 
-rlsys train -c searchr1_tiny_cpu algorithm.policy_loss=examples.extend.policy_loss.parabola
+PYTHONPATH=$PWD rlsys train -c searchr1_tiny_cpu algorithm.policy_loss=examples.extend.policy_loss.parabola
 """
 
 from typing import Annotated

@@ -1,6 +1,6 @@
 """A reward term: a penalty that grows with the number of searches beyond a budget.
 
-rlsys train -c searchr1_tiny_cpu \
+PYTHONPATH=$PWD rlsys train -c searchr1_tiny_cpu \
     reward.terms='{exact_match: 1, examples.extend.reward.searches_above: {weight: -0.1, budget: 2}}'
 """
 

@@ -1,6 +1,6 @@
 """A tool with a setting, and with state that lives as long as an episode: notes that the policy takes.
 
-    rlsys train -c searchr1_tiny_cpu 'task.tools=[{kind: examples.extend.tool.Notes, most: 5}]'
+    PYTHONPATH=$PWD rlsys train -c searchr1_tiny_cpu 'task.tools=[{kind: examples.extend.tool.Notes, most: 5}]'
 
 The policy writes <note> text </note> and reads all notes that it has taken in this episode.
 """

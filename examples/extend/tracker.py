@@ -1,6 +1,7 @@
 """A tracker: the metrics of each step as a line of a CSV file in the run's folder.
 
-rlsys train -c searchr1_tiny_cpu 'tracking.trackers=[{kind: examples.extend.tracker.Table, columns: [actor/entropy]}]'
+PYTHONPATH=$PWD rlsys train -c searchr1_tiny_cpu \
+    'tracking.trackers=[{kind: examples.extend.tracker.Table, columns: [actor/entropy]}]'
 """
 
 import csv

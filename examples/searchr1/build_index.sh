@@ -17,7 +17,7 @@ Settings from the environment, with their defaults; flags (below) take precedenc
     RETRIEVER_MODEL  encoder                               intfloat/e5-base-v2
     FAISS_TYPE       Flat, HNSW64, ...                     Flat
     MAX_LENGTH       maximum tokens of a passage           256
-    DEVICE           cpu, cuda, cuda:N                     cpu
+    DEVICE           cpu, cuda (with --workers), cuda:N    cpu
     PYTHON           interpreter with rlsys installed      python3
 
 END

@@ -53,7 +53,8 @@ setting_from_here() {
     if [[ $path =~ ^\'[^\'\\]*\'$ || $path =~ ^\"[^\"\\]*\"$ ]]; then path=${path:1:-1}; fi
     case $key in
         output_dir | runner.output_dir) path=$(new_from_here "$path") ;;
-        *path | *paths | *_dir | *.index | resume) path=$(from_here "$path") ;;
+        *path | *paths | *_dir | *.index | *.pages | *.teacher.model | resume) path=$(from_here "$path") ;;
+        *.family) if [[ $path == *.y*ml ]]; then path=$(from_here "$path"); fi ;;  # Others are names of families.
     esac
     if [[ $path == "$called_from"/* && $value != *"$path"* ]]; then value=$(quoted "$path"); fi
     printf '%s\n' "$key=$value"

@@ -68,7 +68,7 @@ def parser() -> argparse.ArgumentParser:
         action="store_true",
         help="keep the vectors, to build another FAISS type without encoding again",
     )
-    add("--device", default="cpu", help="cpu, cuda for all GPUs, or cuda:N (default: cpu)")
+    add("--device", default="cpu", help="cpu, cuda:N, or cuda, which spreads the workers over all GPUs (default: cpu)")
     add("--workers", type=int, default=1, help="processes that encode (default: 1)")
     return flags
 

@@ -45,6 +45,11 @@ PACKAGES = (
     *("faiss-cpu", "faiss-gpu-cu12"),
 )
 _log = logging.getLogger(__name__)
+INSTALL = {
+    "cpu": "pip install -r requirements/cpu.txt && pip install --no-deps -r requirements/cpu-nodeps.txt",
+    "gpu": "./scripts/setup_gpu.sh",
+}
+"""Profile -> command that installs its packages."""
 _PROJECT = Path(__file__).resolve().parents[2]
 _TIMEOUT_S = 10.0
 """Timeout of a subprocess."""

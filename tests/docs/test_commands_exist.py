@@ -103,3 +103,13 @@ def test_every_command_of_a_page_exists(page: Path) -> None:
         except (LookupError, AssertionError, UserError) as problem:
             wrong.append(f"{text}: {problem}")
     assert wrong == []
+
+
+@pytest.mark.parametrize("file", sorted((PROJECT / "examples").glob("[ae]*/*.*")), ids=lambda file: file.name)
+def test_command_of_an_example_finds_the_example(file: Path) -> None:
+    """Python looks for a module of the user's on PYTHONPATH; an installed `rlsys` does not add the current folder."""
+    text = re.sub(r"\\+\n[# ]*", " ", file.read_text(encoding="utf-8"))
+    asked = [
+        line for line in text.splitlines() if re.search(r"\brlsys \w", line) and re.search(r"[ =]examples[./]", line)
+    ]
+    assert [line for line in asked if "PYTHONPATH=$PWD " not in line] == []

@@ -25,7 +25,7 @@ pytestmark = pytest.mark.slow
 
 NEEDS = {
     r"^make |^\. |mkdocs|^docker|^pip ": "is what runs this test, or sets its machine up",
-    r"setup_gpu|/models/|searchr1_(qwen|llama|published)|_3b|-3B|gpt-oss": "GPUs, or a model of the hub",
+    r"setup_gpu|/models/|searchr1_(qwen|llama|published)(?!.*--dry-run)|_3b|-3B|gpt-oss": "GPUs, or a model of the hub",
     r"hf download|download\.py|data prepare (all|nq)|--data nq|data/(nq|wiki18)|search web": "the network",
     r"rlsys engines ": "a run that goes on; tests/live/test_engines_join_and_leave.py has one",
     r"launch/|rlsys launch|kubectl": "several machines",

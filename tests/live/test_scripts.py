@@ -168,6 +168,15 @@ def test_single_existing_path_is_resolved_and_other_lists_are_unchanged(
         assert call[-1] == "data.train_data_paths=" + passed_on.format(here=tmp_path)
 
 
+def test_every_path_in_settings_starts_at_the_current_directory(tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text("")
+    keys = ("model.path", "model.family", "algorithm.teacher.model", "algorithm.teacher.family")
+    keys += ("task.eval_path", "search.index", "search.pages", "resume")
+    words = [f"{key}=a.yaml" for key in keys]
+    for call in asked_for(tmp_path, "run_main_searchr1_single.sh", "mine", *words, "model.family=glm4", cwd=tmp_path):
+        assert call[-len(keys) - 1 :] == [*(f"{key}={tmp_path}/a.yaml" for key in keys), "model.family=glm4"]
+
+
 def test_paths_in_flags_start_at_the_current_directory(tmp_path: Path) -> None:
     (tmp_path / "my configs").mkdir()
     folder = str(tmp_path / "my configs")

@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.table import Table
 from typer import Argument, Option
 
-from rlsys.observe.environment import version_of
+from rlsys.observe.environment import INSTALL, version_of
 from rlsys.search.address import DEFAULT_PORT
 
 MIN_MEMORY_GIB = 8
@@ -119,11 +119,7 @@ def _machine() -> Iterator[Part]:
 
 def _packages() -> Iterator[Part]:
     for profile, names in NEEDED.items():
-        fix = (
-            f"pip install -r requirements/{profile}.txt"
-            if profile
-            else "pip install -r requirements/cpu.txt (or gpu.txt)"
-        )
+        fix = INSTALL[profile] if profile else f"{INSTALL['cpu']}; with GPUs {INSTALL['gpu']}"
         for name in names:
             found = version_of(name)
             yield Part(name, found or "-", "" if found else fix, profile or "cpu, gpu")

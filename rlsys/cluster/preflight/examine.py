@@ -44,7 +44,7 @@ from rlsys.config.schema import Attention, Device, Layers, RunConfig, SearchConf
 from rlsys.data.question import Question, read_questions
 from rlsys.errors import UserError
 from rlsys.files import SHARED_MEMORY
-from rlsys.observe.environment import unmet_requirements
+from rlsys.observe.environment import INSTALL, unmet_requirements
 from rlsys.rollout.kinds import engine_class
 from rlsys.search.address import DEFAULT_PORT
 from rlsys.search.index.folder import read_manifest
@@ -209,11 +209,9 @@ def _version_findings(config: RunConfig, version: Callable[[str], str | None]) -
     if not (REQUIREMENTS / "base.txt").is_file():
         yield unknown("versions", f"{REQUIREMENTS} does not exist, so the versions cannot be compared")
         return
-    files = [
-        REQUIREMENTS / f"{name}.txt"
-        for name in (("gpu",) if config.cluster.device is Device.gpu else ("cpu", "cpu-nodeps"))
-    ]
-    profile = f"requirements/{files[0].name}"
+    device = config.cluster.device
+    files = [REQUIREMENTS / f"{name}.txt" for name in (("gpu",) if device is Device.gpu else ("cpu", "cpu-nodeps"))]
+    profile, fix = f"requirements/{files[0].name}", INSTALL[device]
     needed = [
         *read_requirements(REQUIREMENTS / "base.txt"),
         *map(Requirement, ("torch", *_engine_packages(config))),
@@ -223,7 +221,7 @@ def _version_findings(config: RunConfig, version: Callable[[str], str | None]) -
         for each, found in _unmet(needed, version)
     ]
     all_there = f"all {len(needed)} packages that rlsys needs are installed"
-    yield _ok_or_wrong(not problems, "versions", "; ".join(problems) or all_there, f"pip install -r {profile}")
+    yield _ok_or_wrong(not problems, "versions", "; ".join(problems) or all_there, fix)
     # Other versions than the profile's pins may work, but are not tested.
     pins = [pin for file in files for pin in read_requirements(file)]
     other = [
@@ -235,7 +233,7 @@ def _version_findings(config: RunConfig, version: Callable[[str], str | None]) -
         return
     shown = ", ".join(other[:_SHOWN]) + (f" and {len(other) - _SHOWN} more" if len(other) > _SHOWN else "")
     told = f"{len(other)} of {len(pins)} packages differ from {profile}: {shown}"
-    yield note("tested versions", told, f"pip install -r {profile}")
+    yield note("tested versions", told, fix)
 
 
 def _engine_packages(config: RunConfig) -> Sequence[str]:
