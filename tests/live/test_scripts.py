@@ -174,7 +174,7 @@ def test_every_path_in_settings_starts_at_the_current_directory(tmp_path: Path) 
     keys += ("task.eval_path", "search.index", "search.pages", "resume")
     words = [f"{key}=a.yaml" for key in keys]
     for call in asked_for(tmp_path, "run_main_searchr1_single.sh", "mine", *words, "model.family=glm4", cwd=tmp_path):
-        assert call[-len(keys) - 1 :] == [*(f"{key}={tmp_path}/a.yaml" for key in keys), "model.family=glm4"]
+        assert call[-len(keys) - 1 :] == [*(f"{key}='{tmp_path}/a.yaml'" for key in keys), "model.family=glm4"]
 
 
 def test_paths_in_flags_start_at_the_current_directory(tmp_path: Path) -> None:
