@@ -24,7 +24,7 @@ LONGEST_FIRST = (
     *("tests/live/", "tests/trainer/", "tests/rollout/", "tests/cluster/"),
 )
 """Files and folders whose tests start first, so that no worker ends with a long one."""
-ENGINE = ("tests/live/test_full_loop.py", "tests/rollout/")
+ENGINE = ("tests/live/test_full_loop", "tests/rollout/test_")
 """Files that need an SGLang engine; one xdist worker runs them all, because two engines need much memory."""
 
 
