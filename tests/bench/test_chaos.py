@@ -7,9 +7,7 @@ import os
 import re
 import subprocess
 import sys
-import threading
 from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -35,6 +33,7 @@ from rlsys.data.question import Question
 from rlsys.orchestrator.validate import find_problems
 from rlsys.orchestrator.worker_groups import holdings
 from tests.support.paths import PROJECT
+from tests.support.serving import served
 
 UIDS = [f"q:{number}" for number in range(40)]
 SEED, STEPS, GROUPS = 3, 4, 5
@@ -168,27 +167,11 @@ def test_the_processes_of_ray_have_the_names_by_which_faults_find_them() -> None
     }
 
 
-class Upstream(BaseHTTPRequestHandler):
-    """Answers every POST with its own body."""
-
-    def do_POST(self) -> None:
-        body = self.rfile.read(int(self.headers["Content-Length"]))
-        self.send_response(200)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, *_: object) -> None:
-        """Print nothing."""
-
-
 @pytest.fixture
 def upstream() -> Iterator[str]:
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Upstream)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield f"http://127.0.0.1:{server.server_port}"
-    server.shutdown()
-    server.server_close()
+    """A server that answers every POST with its own body."""
+    with served(lambda body: body) as server:
+        yield server.url
 
 
 @pytest.fixture

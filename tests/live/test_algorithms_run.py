@@ -10,7 +10,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.support.paths import PROJECT
 from tests.support.runs import Finished, rlsys, small
-from tests.support.teachers import scored_by, served
+from tests.support.serving import served
+from tests.support.teachers import scored_by
 
 pytestmark = [pytest.mark.slow, pytest.mark.engine]
 

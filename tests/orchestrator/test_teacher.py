@@ -27,7 +27,8 @@ from rlsys.orchestrator.watchdog import stall_limit_s
 from rlsys.orchestrator.worker_groups import Scorer
 from tests.support import tiny
 from tests.support.refusals import refused
-from tests.support.teachers import Answer, Body, Server, scored_by, served, sglang
+from tests.support.serving import Answer, Body, Server, served
+from tests.support.teachers import scored_by, sglang
 from tests.support.trajectories import sample
 from tests.support.virtual_time import virtually
 from tests.trainer import reference

@@ -1,62 +1,10 @@
-"""Servers of a teacher on real sockets, in the form of SGLang's `/generate`."""
+"""Answers of a teacher's server, in the form of SGLang's `/generate`."""
 
-import json
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import torch
 
-Body = dict[str, Any]
-Answer = Callable[[Body], Any]
-
-
-@dataclass
-class Server:
-    """Answers by `answer`; an int of `statuses` is sent instead, each once."""
-
-    answer: Answer
-    statuses: list[int] = field(default_factory=list)
-    seen: list[tuple[str, Body, str | None]] = field(default_factory=list)
-    url: str = ""
-
-    @property
-    def bodies(self) -> list[Body]:
-        return [body for _, body, _ in self.seen]
-
-
-@contextmanager
-def served(answer: Answer) -> Iterator[Server]:
-    """Serve `answer` at a free port."""
-    server = Server(answer)
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            server.seen.append((self.path, body, self.headers["Authorization"]))
-            code = server.statuses.pop() if server.statuses else 200
-            content = json.dumps(server.answer(body) if code == 200 else "busy").encode()
-            self.send_response(code)
-            self.send_header("Content-Length", str(len(content)))
-            self.end_headers()
-            self.wfile.write(content)
-
-        def log_message(self, *_: object) -> None:
-            pass
-
-    http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=http.serve_forever, daemon=True)
-    thread.start()
-    server.url = f"http://127.0.0.1:{http.server_port}"
-    try:
-        yield server
-    finally:
-        http.shutdown()
-        http.server_close()
-        thread.join()
+from tests.support.serving import Answer, Body
 
 
 def sglang(tokens: list[int], start: int, logprobs: list[float], texts: list[str]) -> Any:

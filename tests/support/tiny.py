@@ -1,19 +1,20 @@
 """Trains a tiny Qwen2 that repeats one search trace, and serves a search server of one passage."""
 
 import asyncio
-import json
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import cache
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+
+from tests.support.serving import Body, served
 
 EOS = "<|endoftext|>"
 PASSAGE = '"Paris"\nParis is the capital and the largest city of France.'
@@ -113,29 +114,16 @@ class Search:
 def search_server() -> Iterator[Search]:
     """Serve one passage until the end of the context."""
 
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            queries = json.loads(self.rfile.read(int(self.headers["Content-Length"])))["queries"]
-            search.asked.extend(queries)
-            search.answering.wait()
-            hit = {"document": {"id": "0", "contents": PASSAGE}, "score": 1.0}
-            body = json.dumps({"result": [[hit] for _ in queries]}).encode()
-            with suppress(ConnectionError):  # The client may have left.
-                self.send_response(200)
-                self.send_header("Content-Length", str(len(body)))
-                self.end_headers()
-                self.wfile.write(body)
+    def answer(body: Body) -> Any:
+        search.asked.extend(body["queries"])
+        search.answering.wait()
+        hit = {"document": {"id": "0", "contents": PASSAGE}, "score": 1.0}
+        return {"result": [[hit] for _ in body["queries"]]}
 
-        def log_message(self, *_args: object) -> None:
-            """Print nothing."""
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    search = Search(f"http://127.0.0.1:{server.server_address[1]}")
-    search.answering.set()
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    try:
-        yield search
-    finally:
+    with served(answer) as server:
+        search = Search(server.url)
         search.answering.set()
-        server.shutdown()
-        server.server_close()
+        try:
+            yield search
+        finally:
+            search.answering.set()
