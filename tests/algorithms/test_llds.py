@@ -1,4 +1,4 @@
-"""Tests of the measure of lazy likelihood displacement and of its remedy: by hand, and against loops over tokens."""
+"""Tests of the measure of lazy likelihood displacement and of its remedy, by hand."""
 
 from dataclasses import replace
 
@@ -6,25 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlsys.algorithms.losses import DIVISOR, LossInputs, divisor, policy_loss, ppo, reduce_stats
-from rlsys.config.algorithm import (
-    Aggregation,
-    AlgorithmConfig,
-    GspoLoss,
-    LldsConfig,
-    LldsGate,
-    PolicyGradientLoss,
-    PpoLoss,
-)
-from tests.algorithms.loss_reference import (
-    LOSS_LENGTH,
-    Episode,
-    Flat,
-    Token,
-    episodes,
-    numeric_gradient,
-    reference_loss,
-)
+from rlsys.algorithms.losses import DIVISOR, LossInputs, policy_loss, reduce_stats
+from rlsys.config.algorithm import Aggregation, AlgorithmConfig, LldsConfig, LldsGate, PpoLoss
+from tests.algorithms.loss_reference import Episode, Flat, Token, episodes
 
 CLIPPED = AlgorithmConfig(policy_loss=PpoLoss(clip_high=0.28), kl_coef=0.0)
 
@@ -79,22 +63,6 @@ def test_penalty_and_its_gradient_by_hand(gate: LldsGate, packed: bool) -> None:
     assert pushed == pytest.approx([-0.5 if penalty else 0.0 for penalty in penalties], abs=1e-15)
 
 
-@pytest.mark.parametrize(("aggregation", "gate"), list(zip(Aggregation, [*LldsGate, LldsGate.turn], strict=True)))
-@pytest.mark.parametrize("loss", [PpoLoss(), GspoLoss(), PolicyGradientLoss()])
-def test_loss_and_gradient_equal_the_formula(aggregation: Aggregation, gate: LldsGate, loss: object) -> None:
-    """The gradient is compared with finite differences in which the gates do not change."""
-    config = with_llds(gate, policy_loss=loss, aggregation=aggregation)
-    batch = episodes(seed=2, count=12)
-    flat = Flat(config, batch, packed=aggregation is Aggregation("fixed-length"))
-    total, stats = computed(config, flat)
-    whole = divisor(aggregation, flat.lengths, LOSS_LENGTH)
-    assert float(stats["llds_loss"]) > 0
-    assert float(total) / whole == pytest.approx(reference_loss(config, batch), rel=1e-12)
-    numeric = numeric_gradient(lambda moved: reference_loss(config, moved, held=batch), batch, "logprob")
-    slopes = torch.tensor(flat.trained(flat.logprobs.grad)) / whole
-    assert slopes.tolist() == pytest.approx(numeric, rel=1e-6, abs=1e-9)
-
-
 @pytest.mark.parametrize("gate", [*LldsGate])
 def test_splits_into_micro_batches_change_nothing(gate: LldsGate) -> None:
     config = with_llds(gate, aggregation=Aggregation("seq-mean-token-mean"))
@@ -108,22 +76,6 @@ def test_splits_into_micro_batches_change_nothing(gate: LldsGate) -> None:
     joined = reduce_stats([{**one, DIVISOR: 4} for _, one in found])
     assert joined == pytest.approx(reduce_stats([{**stats, DIVISOR: 12}]), rel=1e-12)
     assert {"correct_logprob", "correct_change", "correct_displaced", "llds_loss"} < joined.keys()
-
-
-def test_without_the_penalty_the_loss_is_the_surrogate_to_the_bit() -> None:
-    flat = Flat(CLIPPED, episodes(seed=4))
-    loss, stats = computed(CLIPPED, flat)
-    leaf = flat.logprobs.detach().clone().requires_grad_()
-    inputs = replace(
-        flat.inputs, advantages=flat.inputs.advantages.nan_to_num(), weights=flat.inputs.weights.nan_to_num()
-    )
-    inputs = replace(inputs, old_logprobs=inputs.old_logprobs.nan_to_num())
-    surrogate = ppo(leaf.masked_fill(~inputs.mask, 0), inputs, clip_low=0.2, clip_high=0.28, dual_clip=None)
-    alone = (inputs.weights * surrogate.loss).sum()
-    assert torch.equal(loss, alone.detach())
-    assert flat.logprobs.grad is not None
-    assert torch.equal(flat.logprobs.grad, torch.autograd.grad(alone, leaf)[0])
-    assert "llds_loss" not in stats
 
 
 @pytest.mark.parametrize("gate", [*LldsGate])

@@ -162,17 +162,23 @@ def test_all_terms_of_one_token_by_hand() -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "aggregation", "packed"), list(zip(LOSSES, cycle(Aggregation), cycle((False, True)), strict=False))
+    ("kind", "aggregation", "packed", "gate"),
+    list(zip(LOSSES, cycle(Aggregation), cycle((False, True)), cycle([None, *LldsGate]), strict=False)),
 )
-def test_loss_and_gradient_equal_the_formula(kind: Any, aggregation: Aggregation, packed: bool) -> None:
-    """The gradient is compared with finite differences in which values behind stop-gradients do not change."""
+def test_loss_and_gradient_equal_the_formula(
+    kind: Any, aggregation: Aggregation, packed: bool, gate: LldsGate | None
+) -> None:
+    """The gradient is compared with finite differences in which values and gates behind stop-gradients do not change."""
     dual = isinstance(kind, PpoLoss)
     loss = replace(kind, dual_clip=1.3) if isinstance(kind, PpoLoss) else kind
     config = replace(CONFIG, policy_loss=loss, aggregation=aggregation, kl_coef=0.3)
     if packed:
         config = replace(config, use_kl_iw=True, kl_iw_clip_lower=0.9, kl_iw_clip_upper=1.1)
+    if gate is not None:
+        config = replace(config, llds=LldsConfig(0.5, gate))
     batch = episodes(seed=1, count=12)
     flat, loss, stats = run(config, batch, packed)
+    assert gate is None or stats["llds_loss"] > 0
     met = ["clip_fraction_low", "clip_fraction_high"] if kind.kind in ("ppo", "gspo") else []
     met += ["dual_clip_fraction"] if dual else []
     assert all(0 < stats[name] < stats["tokens"] / 2 for name in met), "every bound must apply to some tokens"
