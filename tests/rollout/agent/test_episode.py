@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections import Counter
 from contextlib import closing
 from types import SimpleNamespace
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 from rlsys.config.custom import custom_variant
 from rlsys.config.schema import CustomAgent, SearchR1Agent, TaskConfig, TokenMode
 from rlsys.data.trajectory import Action, Finish, Trajectory
-from rlsys.rollout.agent.episode import EpisodeGroup, EpisodeTools, run_episode
+from rlsys.rollout.agent.episode import Episode, EpisodeGroup, EpisodeTools, run_episode
 from rlsys.rollout.tools.calls import MAX_CHARS, ToolResult, call_tool
 from rlsys.search.retrieval import SearchFailed, SearchResult
 from tests.rollout.agent.scripted import CALCULATOR, CODEC, DRAWN, QUESTION, SCRIPTED, Script, task, tools_of
@@ -147,8 +148,8 @@ def test_task_whose_limits_are_too_small_is_refused() -> None:
         run(Script([]), task(max_prompt_tokens=2))
 
 
-def test_episode_is_counted_while_it_waits_for_a_tool_or_search() -> None:
-    seen: list[Counter[str]] = []
+async def test_episode_is_counted_while_it_waits_for_a_tool_or_search() -> None:
+    seen, called = list[Counter[str]](), threading.Event()
 
     class Watched(Script):
         async def search(self, query: str) -> SearchResult:
@@ -157,17 +158,22 @@ def test_episode_is_counted_while_it_waits_for_a_tool_or_search() -> None:
 
     async def call(text: str) -> str:
         seen.append(+tools.awaited)
+        called.set()
         await asyncio.Event().wait()
         return text
 
     watched = Watched(["<search>who</search>", "<watch>it</watch>"])
     watch = SimpleNamespace(name="watch", tag="watch", timeout_s=600.0, description="", call=call)
     tools = EpisodeTools(watched, watched, CODEC, task(), custom=[watch])  # type: ignore[list-item]
-    trajectory = asyncio.run(run_episode(QUESTION, 3, tools, DRAWN, timeout_s=0.2))
-    assert trajectory.finish is Finish.ABORTED
-    assert len(trajectory.turns) == len(watched.calls)
-    assert seen == [Counter(search=1), Counter(watch=1)][: len(seen)]
+    episode = Episode(QUESTION, 3, tools, DRAWN)
+    playing = asyncio.create_task(episode.run())
+    assert await asyncio.to_thread(called.wait, 60)
+    playing.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await playing
+    assert seen == [Counter(search=1), Counter(watch=1)]
     assert not +tools.awaited
+    assert len(episode.trajectory(Finish.ABORTED).turns) == 2
 
 
 @pytest.mark.parametrize("agent", [SearchR1Agent(), custom_variant(CustomAgent, HIDES)(HIDES)], ids=["own", "hides"])
