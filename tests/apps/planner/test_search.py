@@ -22,6 +22,7 @@ from rlsys.cluster.planning.placement import parse_placement
 from rlsys.config.compose import load_config
 from rlsys.trainer.batches import SampleSize
 from tests.apps.planner.made import FREE, costs_of
+from tests.apps.planner.test_engine import ends
 from tests.support.refusals import refused
 
 NAME = "searchr1_qwen2.5_3b_1node"
@@ -123,22 +124,8 @@ def test_machines_must_be_stated() -> None:
 def test_estimate_of_generation_agrees_with_the_simulated_engine(running: int) -> None:
     costs = replace(FREE, step_s=0.01, token_s=1e-4, request_s=5e-5, cache_s=1e-8, prefill_s=1e-5, max_running=running)
     lengths = np.exp(np.random.default_rng(0).normal(4, 0.6, 256)).round().clip(1, 400).tolist()
-
-    async def run() -> float:
-        engine, done, left = SimulatedEngine(costs), asyncio.Event(), [len(lengths)]
-
-        def end(request: Request) -> None:
-            engine.leave(request)
-            left[0] -= 1
-            if not left[0]:
-                done.set()
-
-        for length in lengths:
-            engine.submit(Request(Prefix(50, 1), ended=end, left=length))
-        await done.wait()
-        return now()
-
-    assert generation_s(costs, sorted(lengths), 50, len(lengths)) == pytest.approx(run_virtually(run()), rel=0.1)
+    simulated = max(ends(costs, lengths, 50)[0])
+    assert generation_s(costs, sorted(lengths), 50, len(lengths)) == pytest.approx(simulated, rel=0.1)
 
 
 @pytest.mark.parametrize("samples", [1, 8])
