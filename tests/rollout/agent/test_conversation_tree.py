@@ -8,8 +8,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import example, given, settings
-from hypothesis import strategies as st
 
 from rlsys.rollout.agent.conversation_tree import Cause, ConversationTree
 from rlsys.rollout.agent.tokens import SampledTurn
@@ -23,6 +21,7 @@ each_template = pytest.mark.parametrize("template", TEMPLATES, ids=lambda one: o
 
 @each_template
 def test_random_conversations_train_what_was_sampled_once(template: Template) -> None:
+    fuzz(LLAMA, 4203482)  # The text "{" before a call, which the template leaves out.
     causes = sum((fuzz(template, seed) for seed in range(250)), start=Counter())
     assert causes.keys() >= {each.value for each in Cause if each not in (Cause.CONTINUED, Cause.TEMPLATE)}
     assert (Cause.TEMPLATE in causes) is (template is not CHATML)
@@ -33,13 +32,6 @@ def test_random_conversations_train_what_was_sampled_once(template: Template) ->
 def test_a_hundred_thousand_conversations(template: Template) -> None:
     for seed in range(1_000, 26_000):
         fuzz(template, seed)
-
-
-@given(template=st.sampled_from(TEMPLATES), seed=st.integers(0, 2**64))
-@settings(max_examples=200, deadline=None)
-@example(template=LLAMA, seed=4203482)  # The text "{" before a call, which the template leaves out.
-def test_any_conversation_trains_what_was_sampled_once(template: Template, seed: int) -> None:
-    fuzz(template, seed)
 
 
 class Script:
@@ -74,29 +66,6 @@ def user(text: str) -> Message:
 
 def system(text: str) -> Message:
     return {"role": "system", "content": text}
-
-
-def test_continued_conversation_is_one_branch() -> None:
-    client = Script(CHATML)
-    said = client.ask([user("Who?")], " I  look")
-    client.ask([*said, user("And?")], "Paris")
-    whole = (
-        "<|im_start|>user\nWho?<|im_end|>\n<|im_start|>assistant\n I  look<|im_end|>\n"
-        "<|im_start|>user\nAnd?<|im_end|>\n<|im_start|>assistant\nParis<|im_end|>"
-    )
-    assert client.contexts == [("first", whole, " I  look<|im_end|>Paris<|im_end|>")]
-
-
-def test_sampled_tokens_stay_where_the_text_would_be_tokenised_otherwise() -> None:
-    tree = ConversationTree(CHATML.codec)
-    first = tree.open([user("Who?")])
-    spelled = [token for letter in "Paris" for token in CHATML.codec.encode(letter)]
-    assert spelled != CHATML.codec.encode("Paris")
-    turn = SampledTurn(first.input_ids, spelled, [-1.0] * 5, [0] * 5, ended_itself=False)
-    made = tree.add(first, turn, {"role": "assistant", "content": "Paris"})
-    second = tree.open([*made.messages, user("And?")])
-    following = "<|im_end|>\n<|im_start|>user\nAnd?<|im_end|>\n<|im_start|>assistant\n"
-    assert second.input_ids == [*first.input_ids, *spelled, *CHATML.codec.encode(following)]
 
 
 def test_fork_trains_the_shared_beginning_once() -> None:
