@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from rlsys.cluster.planning.memory import count_parameters
 from rlsys.errors import Code
 from rlsys.weights.family_file import family_names, unsupported_types
 from rlsys.weights.weight_map import (
@@ -192,6 +193,7 @@ def test_published_config_is_read_like_transformers_with_any_key_left_out(name: 
     expected = of_transformers(AutoConfig.from_pretrained(tmp_path))
     assert ours(config, expected) == expected
     assert sum(map(prod, mapped(WeightMap(read_architecture(tmp_path))).values())) == parameters
+    assert count_parameters(read_architecture(tmp_path)) == parameters
     for key in config.keys() - {"model_type"}:
         rest = {other: value for other, value in config.items() if other != key}
         if key in NEEDED or (key == "num_key_value_heads" and config["model_type"] not in FREE):
