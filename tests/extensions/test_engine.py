@@ -20,8 +20,8 @@ from rlsys.rollout.engine import EngineDriver
 from rlsys.rollout.interface import EngineError, EngineSetup, RolloutEngine
 from rlsys.rollout.kinds import capability_problems, engine_class, engine_fact
 from rlsys.weights.weight_map import read_architecture
-from tests.rollout.bench import greedy, greedy_by_transformers, logprobs_of
-from tests.rollout.contract import ENDS, End, check_end, check_end_token
+from tests.rollout.bench import EngineBench, greedy
+from tests.rollout.contract import ENDS, End, check_end, check_end_token, check_switch
 from tests.support import tiny
 from tests.support.composed import composed
 from tests.support.refusals import refused
@@ -54,24 +54,7 @@ async def test_example_switches_weights_in_the_middle_of_a_request(tmp_path: Pat
     first, second = (tiny.train(trace, words, seed=0) for trace in (tiny.FIRST, tiny.SECOND))
     engine = driver(config_of(EXAMPLE), Path(tiny.save(first, words, tmp_path)))
     await engine.start()
-    ids, heard = words(tiny.FIRST.prompt)["input_ids"], asyncio.Event()
-    running = asyncio.create_task(
-        engine.generate(ids, greedy(12), "long", lambda said: heard.set() if len(said) == 4 else None)
-    )
-    (bucket,) = pack(second.named_parameters(), bucket_bytes=1 << 30)
-    await engine.begin_update(5)
-    await engine.load_bucket(bucket)
-    await heard.wait()
-    await engine.finish_update(5, digest_of([bucket]))
-    said = await running
-    boundary = said.versions.count(0)
-    assert 4 <= boundary < len(said.token_ids)
-    assert said.versions == [0] * boundary + [5] * (len(said.versions) - boundary)
-    assert said.token_ids[:boundary] == greedy_by_transformers(first, ids, boundary)
-    rest = said.token_ids[boundary:]
-    assert rest == greedy_by_transformers(second, [*ids, *said.token_ids[:boundary]], len(rest))
-    whole = logprobs_of(second, [*ids, *said.token_ids])[len(ids) - 1 + boundary :].tolist()
-    assert said.logprobs[boundary:] == pytest.approx(whole, abs=1e-4)
+    await check_switch(EngineBench(engine, words, first, second), [tiny.FIRST.prompt])
 
 
 def test_plan_asks_the_class() -> None:

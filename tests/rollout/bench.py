@@ -1,4 +1,4 @@
-"""A rollout worker on a real SGLang engine, with helpers for its tests."""
+"""An engine for tests, a rollout worker on a real SGLang engine, and helpers."""
 
 from __future__ import annotations
 
@@ -24,28 +24,17 @@ QUESTION = Question(uid="q1", prompt=tiny.FIRST.prompt, answers=("Paris",))
 
 
 @dataclass
-class Bench:
-    """A worker and models that tests share. Each test begins with `bring`, so that it does not depend on others."""
+class EngineBench:
+    """An engine and models that tests share. Each test begins with `bring`, so that it does not depend on others."""
 
-    worker: RolloutWorker
-    rollout: RolloutConfig
+    engine: EngineDriver
     words: PreTrainedTokenizerFast
     first: Qwen2ForCausalLM
     """Model that has learnt `tiny.FIRST`."""
     second: Qwen2ForCausalLM
     """Model that has learnt `tiny.SECOND`."""
-    search: tiny.Search
-    models: dict[int, Qwen2ForCausalLM] = field(default_factory=dict)
+    models: dict[int, Qwen2ForCausalLM] = field(init=False, default_factory=dict)
     """Version -> model."""
-
-    @property
-    def engine(self) -> EngineDriver:
-        return self.worker.engine
-
-    @property
-    def sglang(self) -> Any:
-        """The running SGLang behind the worker's engine."""
-        return self.engine._engine._sglang  # type: ignore[attr-defined]
 
     def encode(self, text: str) -> list[int]:
         return self.words(text)["input_ids"]
@@ -57,20 +46,39 @@ class Bench:
 
     async def bring(self, model: Qwen2ForCausalLM) -> int:
         """Update the engine to `model`; return the new version."""
-        self.search.answering.set()  # A failed test may have left the search server holding its answers back.
         version, total = await self.stage(model)
-        await self.worker.finish_update(version, total)
+        await self.engine.finish_update(version, total)
         return version
 
-    async def stage(self, model: Qwen2ForCausalLM) -> tuple[int, str]:
+    async def stage(self, model: Qwen2ForCausalLM, *more: tuple[str, torch.Tensor]) -> tuple[int, str]:
         """Send the weights of `model` without switching to them; return the version and the digest."""
         version = self.new_version(model)
-        buckets = list(pack(model.named_parameters(), bucket_bytes=40_000))
+        buckets = list(pack([*model.named_parameters(), *more], bucket_bytes=40_000))
         assert len(buckets) > 2
         await self.engine.begin_update(version)
         for bucket in buckets:
             await self.engine.load_bucket(bucket)
         return version, digest_of(buckets)
+
+
+@dataclass
+class Bench(EngineBench):
+    """A worker on a real SGLang engine."""
+
+    worker: RolloutWorker
+    rollout: RolloutConfig
+    search: tiny.Search
+
+    @property
+    def sglang(self) -> Any:
+        """The running SGLang behind the worker's engine."""
+        return self.engine._engine._sglang  # type: ignore[attr-defined]
+
+    async def bring(self, model: Qwen2ForCausalLM) -> int:
+        self.search.answering.set()  # A failed test may have left the search server holding its answers back.
+        version, total = await self.stage(model)
+        await self.worker.finish_update(version, total)
+        return version
 
     async def until_generating(self, requests: int, tokens: int = 50) -> None:
         """Wait until `requests` requests have at least `tokens` tokens each."""

@@ -40,7 +40,7 @@ async def bench(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Bench
         assert handlers <= set(logging.getLogger().handlers), "SGLang removes no log handler"
         started = set(psutil.Process().children(recursive=True)) - before
         assert started
-        yield Bench(worker, rollout, words, first, second, search)
+        yield Bench(worker.engine, words, first, second, worker, rollout, search)
         mapped = {file.path for process in started if process.is_running() for file in process.memory_maps()}
         shared = {path for path in mapped if path.startswith("/dev/shm/") and Path(path).exists()}
         links = {path: os.readlink(path) for path in Path(tempfile.gettempdir()).glob(f"{os.getpid()}-*")}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
 from math import sqrt
 from pathlib import Path
 
@@ -14,7 +13,7 @@ import pytest
 import pytest_asyncio
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen2ForCausalLM
+from transformers import AutoModelForCausalLM
 
 from rlsys.config.schema import Device, Dtype, ParallelConfig, TransformersConfig
 from rlsys.errors import RunError
@@ -22,8 +21,8 @@ from rlsys.rollout.agent.episode import EngineDied
 from rlsys.rollout.agent.recorder import TurnSampling
 from rlsys.rollout.engine import EngineDriver
 from rlsys.weights.transport import Bucket
-from tests.rollout.bench import endless, greedy, greedy_by_transformers, logprobs_of
-from tests.rollout.contract import ENDS, End, check_end, check_end_token
+from tests.rollout.bench import EngineBench, endless, greedy, greedy_by_transformers
+from tests.rollout.contract import ENDS, End, Progress, assert_logprobs, check_end, check_end_token, check_switch
 from tests.support import tiny
 from tests.support.megatron_processes import Group, on_ranks
 from tests.support.refusals import refused
@@ -35,43 +34,15 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 CHANGED = "model.layers.1.self_attn.k_proj.weight"
 
 
-@dataclass
-class World:
-    """An engine, its models and its tokenizer. Each test begins with `bring`."""
-
-    engine: EngineDriver
-    words: PreTrainedTokenizerFast
-    first: Qwen2ForCausalLM
-    second: Qwen2ForCausalLM
-    version: int = 0
-
-    async def bring(self, model: Qwen2ForCausalLM) -> int:
-        """Update the engine to `model`; return the new version."""
-        version, total = await self.stage(model)
-        await self.engine.finish_update(version, total)
-        return version
-
-    async def stage(self, model: Qwen2ForCausalLM, *more: tuple[str, torch.Tensor]) -> tuple[int, str]:
-        self.version += 1
-        buckets = list(pack([*model.named_parameters(), *more], bucket_bytes=40_000))
-        await self.engine.begin_update(self.version)
-        for bucket in buckets:
-            await self.engine.load_bucket(bucket)
-        return self.version, digest_of(buckets)
-
-    def ids(self, text: str) -> list[int]:
-        return self.words(text)["input_ids"]
-
-
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def world(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[World]:
+async def world(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[EngineBench]:
     words = tiny.tokenizer()
     first, second = tiny.train(tiny.FIRST, words, seed=0), tiny.train(tiny.SECOND, words, seed=1)
     engine = new_engine(Path(tiny.save(first, words, tmp_path_factory.mktemp("policy"))))
     before = set(psutil.Process().children())
     await engine.start()
     (child,) = set(psutil.Process().children()) - before
-    yield World(engine, words, first, second)
+    yield EngineBench(engine, words, first, second)
     await engine.stop()
     assert not child.is_running()
 
@@ -81,21 +52,9 @@ def new_engine(folder: Path, start_timeout_s: float = 600.0) -> EngineDriver:
     return EngineDriver(str(folder), config, Device.cpu, seed=7)
 
 
-def assert_logprobs(
-    model: Qwen2ForCausalLM, ids: list[int], said: list[int], got: list[float], hot: float = 1.0
-) -> None:
-    """Compare log-probs with a float64 forward pass of one sequence.
-
-    The engine may be off by 8 times the error of the same pass in float32, as its sums have another order.
-    """
-    exact = logprobs_of(model.double(), [*ids, *said], hot)[len(ids) - 1 :].numpy()
-    single = logprobs_of(model.float(), [*ids, *said], hot)[len(ids) - 1 :].numpy()
-    np.testing.assert_allclose(got, exact, rtol=0, atol=8 * max(np.abs(single - exact).max(), 1e-6))
-
-
-async def test_greedy_requests_that_join_one_another_are_those_of_transformers(world: World) -> None:
+async def test_greedy_requests_that_join_one_another_are_those_of_transformers(world: EngineBench) -> None:
     version = await world.bring(world.first)
-    prompts = [world.ids(text) for text in (tiny.FIRST.prompt[:20], "zzz ü 東京", tiny.FIRST.prompt, "Paris")]
+    prompts = [world.encode(text) for text in (tiny.FIRST.prompt[:20], "zzz ü 東京", tiny.FIRST.prompt, "Paris")]
     running: list[asyncio.Task] = []
     for number, ids in enumerate(prompts):
         heard = asyncio.Event()
@@ -139,10 +98,10 @@ async def test_weights_sent_by_megatron_generate_greedily_as_in_transformers(fam
 
 @pytest.mark.parametrize(("top_p", "top_k"), [(1.0, -1), (0.7, -1), (1.0, 4), (0.7, 4), (0.9, 2)])
 async def test_draws_have_the_models_distribution_and_log_probs_of_the_whole(
-    world: World, top_p: float, top_k: int
+    world: EngineBench, top_p: float, top_k: int
 ) -> None:
     await world.bring(world.first)
-    ids, draws, temperature = world.ids("zzz ü"), 400, 2.5
+    ids, draws, temperature = world.encode("zzz ü"), 400, 2.5
     sampling = TurnSampling(temperature, top_p, top_k, max_new_tokens=1)
     got = await asyncio.gather(*(world.engine.generate(ids, sampling, f"{number}") for number in range(draws)))
     with torch.no_grad():
@@ -164,21 +123,21 @@ async def test_draws_have_the_models_distribution_and_log_probs_of_the_whole(
 
 
 @pytest.mark.parametrize("end", ENDS, ids=lambda end: f"{end.finish}-{end.text[-12:]}")
-async def test_request_ends_as_in_the_table(world: World, end: End) -> None:
+async def test_request_ends_as_in_the_table(world: EngineBench, end: End) -> None:
     await world.bring(world.first)
     await check_end(world.engine, world.words, end)
     assert world.engine.progress is not None
 
 
-async def test_end_token_ends_a_request(world: World) -> None:
+async def test_end_token_ends_a_request(world: EngineBench) -> None:
     await world.bring(world.first)
     await check_end_token(world.engine, world.words)
 
 
-async def test_abort_returns_the_tokens_so_far_and_cancellation_frees_the_engine(world: World) -> None:
+async def test_abort_returns_the_tokens_so_far_and_cancellation_frees_the_engine(world: EngineBench) -> None:
     model = endless(world.first, world.words)
     await world.bring(model)
-    ids, heard = world.ids("zzz"), Progress()
+    ids, heard = world.encode("zzz"), Progress()
     long = asyncio.create_task(world.engine.generate(ids, greedy(3000), "long", heard.hear))
     cancelled = asyncio.create_task(world.engine.generate(ids, greedy(3000), "cancelled"))
     await heard.until(10)
@@ -195,59 +154,17 @@ async def test_abort_returns_the_tokens_so_far_and_cancellation_frees_the_engine
     assert (await world.engine.generate(ids, greedy(2), "next")).token_ids == generation.token_ids[:2]
 
 
-class Progress:
-    """Listener that counts the tokens of a request."""
-
-    def __init__(self) -> None:
-        self.tokens = 0
-        self._more = asyncio.Condition()
-        self._tasks: set[asyncio.Task] = set()
-
-    def hear(self, ids: list[int]) -> None:
-        self.tokens = len(ids)
-        self._tasks.add(asyncio.create_task(self._tell()))
-
-    async def _tell(self) -> None:
-        async with self._more:
-            self._more.notify_all()
-
-    async def until(self, tokens: int) -> None:
-        async with self._more:
-            await self._more.wait_for(lambda: self.tokens >= tokens)
-
-
-async def test_requests_in_flight_continue_with_the_new_weights(world: World) -> None:
-    before, after = endless(world.first, world.words), endless(world.second, world.words)
-    old = await world.bring(before)
-    prompts = [world.ids(text) for text in ("zzz", "Paris", tiny.FIRST.prompt)]
-    heard = [Progress() for _ in prompts]
-    running = [
-        asyncio.create_task(world.engine.generate(ids, greedy(200), "long", one.hear))
-        for ids, one in zip(prompts, heard, strict=True)
-    ]
-    new, total = await world.stage(after)
-    for one in heard:
-        await one.until(10)
-    await world.engine.finish_update(new, total)
-    late = await world.engine.generate(prompts[0], greedy(10), "late")
-    for ids, generation in zip(prompts, await asyncio.gather(*running), strict=True):
-        tokens, boundary = generation.token_ids, generation.versions.count(old)
-        assert 10 <= boundary < len(tokens) == 200
-        assert generation.versions == [old] * boundary + [new] * (200 - boundary)
-        assert tokens[:boundary] == greedy_by_transformers(before, ids, boundary)
-        assert tokens[boundary:] == greedy_by_transformers(after, [*ids, *tokens[:boundary]], 200 - boundary)
-        assert_logprobs(before, ids, tokens[:boundary], generation.logprobs[:boundary])
-        assert_logprobs(after, [*ids, *tokens[:boundary]], tokens[boundary:], generation.logprobs[boundary:])
-    assert late.versions == [new] * 10
+async def test_requests_in_flight_continue_with_the_new_weights(world: EngineBench) -> None:
+    await check_switch(world, ["zzz", "Paris", tiny.FIRST.prompt])
 
 
 async def test_update_that_differs_from_what_was_sent_is_refused_with_the_tensors_name(
-    world: World, monkeypatch: pytest.MonkeyPatch
+    world: EngineBench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await world.bring(world.first)
     (damaged,) = pack([(CHANGED, world.first.get_parameter(CHANGED))], bucket_bytes=1 << 20)
     damaged.data[0] ^= 1
-    await world.engine.begin_update(world.version + 1)
+    await world.engine.begin_update(world.engine.version + 1)
     with pytest.raises(RunError, match=CHANGED):
         await world.engine.load_bucket(damaged)
     changed = world.first.get_parameter(CHANGED).detach().clone()
@@ -274,13 +191,13 @@ async def test_update_that_differs_from_what_was_sent_is_refused_with_the_tensor
     version, total = await world.stage(world.first, ("model.extra.weight", torch.ones(3)))
     with pytest.raises(RunError, match=r"model\.extra\.weight"):
         await world.engine.finish_update(version, total)
-    await world.bring(world.first)
-    assert (await world.engine.generate([1], greedy(1), "again")).versions == [world.version]
+    version = await world.bring(world.first)
+    assert (await world.engine.generate([1], greedy(1), "again")).versions == [version]
 
 
-async def test_engine_is_unchanged_after_sleep(world: World) -> None:
+async def test_engine_is_unchanged_after_sleep(world: EngineBench) -> None:
     await world.bring(world.first)
-    ids = world.ids(tiny.FIRST.prompt)
+    ids = world.encode(tiny.FIRST.prompt)
     before = await world.engine.generate(ids, greedy(20), "before")
     for _ in range(2):
         await world.engine.sleep()
@@ -295,7 +212,7 @@ async def test_engine_is_unchanged_after_sleep(world: World) -> None:
 
 
 @pytest.mark.parametrize("how", ["killed", "timed out", pytest.param("incomplete", marks=pytest.mark.slow)])
-async def test_child_that_dies_or_does_not_start_is_one_error(world: World, how: str, tmp_path: Path) -> None:
+async def test_child_that_dies_or_does_not_start_is_one_error(world: EngineBench, how: str, tmp_path: Path) -> None:
     folder = Path(tiny.save(world.first.float(), world.words, tmp_path))
     engine = new_engine(folder, start_timeout_s=0.05 if how == "timed out" else 600.0)
     if how == "incomplete":
