@@ -12,9 +12,9 @@ import numpy as np
 from rlsys.config.schema import TaskConfig
 from rlsys.data.question import Question
 from rlsys.data.trajectory import Routes
-from rlsys.rollout.agent.episode import EpisodeTools
+from rlsys.rollout.agent.episode import Episode, EpisodeTools
 from rlsys.rollout.agent.recorder import Generation, TurnSampling
-from rlsys.rollout.agent.tokens import Codec
+from rlsys.rollout.agent.tokens import Codec, PartialEpisode
 from rlsys.rollout.tools.interface import named_tools
 from rlsys.search.retrieval import SearchResult
 from tests.support.bpe import build_tokenizer
@@ -88,3 +88,16 @@ def task(**changes: Any) -> TaskConfig:
 
 def tools_of(script: Script, config: TaskConfig) -> EpisodeTools:
     return EpisodeTools(script, script, script.codec, config)
+
+
+async def interrupted(
+    script: Script, tools: EpisodeTools, begun: PartialEpisode | None = None, asked: Question = QUESTION
+) -> PartialEpisode | None:
+    """Run an episode until `script` halts; return the episode's progress."""
+    script.halted.clear()
+    cut_off = Episode(asked, 3, tools, DRAWN, begun)
+    running = asyncio.ensure_future(cut_off.run())
+    await asyncio.wait_for(script.halted.wait(), 60)
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+    return cut_off.progress()

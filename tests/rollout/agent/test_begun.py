@@ -18,12 +18,12 @@ from rlsys.config.schema import TaskConfig, TokenMode
 from rlsys.data.trajectory import Action, Finish, Trajectory
 from rlsys.errors import RunError
 from rlsys.rollout.agent import recorder
-from rlsys.rollout.agent.episode import Episode, EpisodeGroup, EpisodeTools, run_episode
+from rlsys.rollout.agent.episode import Episode, EpisodeGroup, run_episode
 from rlsys.rollout.agent.recorder import Generation, TurnSampling
 from rlsys.rollout.agent.tokens import Codec, EpisodeProgress, PartialEpisode
 from rlsys.rollout.tools import calls
 from rlsys.search.retrieval import SearchResult
-from tests.rollout.agent.scripted import CALCULATOR, CODEC, DRAWN, QUESTION, Script, task, tools_of
+from tests.rollout.agent.scripted import CALCULATOR, CODEC, DRAWN, QUESTION, Script, interrupted, task, tools_of
 from tests.support.bpe import build_tokenizer
 from tests.support.search_results import result_of
 
@@ -48,17 +48,6 @@ def bits(one: EpisodeProgress | None) -> dict[str, Any]:
     return {"": type(one), **plain}
 
 
-async def interrupted(script: Script, tools: EpisodeTools, begun: PartialEpisode | None) -> PartialEpisode | None:
-    """Run an episode until `script` halts; return the episode's progress."""
-    script.halted.clear()
-    cut_off = Episode(QUESTION, 3, tools, DRAWN, begun)
-    running = asyncio.ensure_future(cut_off.run())
-    await asyncio.wait_for(script.halted.wait(), 60)
-    running.cancel()
-    await asyncio.gather(running, return_exceptions=True)
-    return cut_off.progress()
-
-
 async def prove(codec: Codec, ids: list[list[int]], config: TaskConfig, found: SearchResult) -> Trajectory:
     """Interrupt an episode at each turn, before and during its search, and another episode at all turns one after
     another.
@@ -74,7 +63,7 @@ async def prove(codec: Codec, ids: list[list[int]], config: TaskConfig, found: S
             script = Script(ids, found, codec, halt=(turn, what))
             tools = tools_of(script, config)
             taken = await interrupted(script, tools, taken)
-            once = await interrupted(script, tools, None)
+            once = await interrupted(script, tools)
             assert (taken is None) == (once is None) == (turn == 0)
             if once is None or taken is None:
                 continue

@@ -16,10 +16,9 @@ from hypothesis import strategies as st
 from rlsys.config.schema import ReActAgent, TaskConfig, TokenMode
 from rlsys.data.question import Question
 from rlsys.data.trajectory import Action, Finish, Trajectory
-from rlsys.rollout.agent.episode import Episode, EpisodeTools, run_episode
-from rlsys.rollout.agent.recorder import TurnSampling
+from rlsys.rollout.agent.episode import Episode, run_episode
 from rlsys.rollout.agent.tokens import Codec
-from tests.rollout.agent.scripted import CALCULATOR, Script, task
+from tests.rollout.agent.scripted import CALCULATOR, DRAWN, Script, interrupted, task, tools_of
 from tests.support.bpe import build_tokenizer
 from tests.support.chat_templates import CHATML
 from tests.support.refusals import refused
@@ -29,7 +28,6 @@ TOKENIZER = build_tokenizer(words=True)
 TOKENIZER.chat_template, TOKENIZER.eos_token = CHATML, "<|im_end|>"
 CODEC = Codec(TOKENIZER)
 ASKED = Question(uid="q", prompt="Search-R1's prompt", answers=("a",), text="Who? 東京")
-DRAWN = TurnSampling(temperature=1.0, stop=("</search>", "</answer>"))
 SYSTEM = "Use tools."
 FOUND = "Doc 1(Title: T) Paris 🚀"
 END = "<|im_end|>"
@@ -52,7 +50,7 @@ def react(**changes: Any) -> TaskConfig:
 
 
 def run(script: Script, config: TaskConfig) -> Trajectory:
-    with closing(EpisodeTools(script, script, script.codec, config)) as tools:
+    with closing(tools_of(script, config)) as tools:
         return asyncio.run(run_episode(ASKED, 3, tools, DRAWN))
 
 
@@ -219,23 +217,13 @@ def test_last_generation_may_not_call() -> None:
 
 
 @pytest.mark.parametrize("turn", [1, 2])
-def test_interrupted_episode_with_several_calls_ends_like_one_that_ran_through(turn: int) -> None:
+async def test_interrupted_episode_with_several_calls_ends_like_one_that_ran_through(turn: int) -> None:
     texts = ["\n".join([called(*SEARCHED), called(*COMPUTED), "<tool_call>x</tool_call>"])] * 2 + ["Paris"]
-
-    async def interrupted() -> tuple[Trajectory, Trajectory]:
-        whole, halting = script_of(*texts), script_of(*texts, halt=(turn, "say"))
-        expected = await run_episode(ASKED, 3, EpisodeTools(whole, whole, CODEC, react()), DRAWN)
-        first = Episode(ASKED, 3, EpisodeTools(halting, halting, CODEC, react()), DRAWN)
-        running = asyncio.ensure_future(first.run())
-        await asyncio.wait_for(halting.halted.wait(), 60)
-        running.cancel()
-        await asyncio.gather(running, return_exceptions=True)
-        rest = script_of(*texts)
-        tools = EpisodeTools(rest, rest, CODEC, react())
-        second = Episode(ASKED, 3, tools, DRAWN, pickle.loads(pickle.dumps(first.progress())))
-        return expected, second.trajectory(await second.run() or Finish.ABORTED)
-
-    expected, ended = asyncio.run(interrupted())
+    whole, halting, rest = script_of(*texts), script_of(*texts, halt=(turn, "say")), script_of(*texts)
+    expected = await run_episode(ASKED, 3, tools_of(whole, react()), DRAWN)
+    progress = await interrupted(halting, tools_of(halting, react()), asked=ASKED)
+    second = Episode(ASKED, 3, tools_of(rest, react()), DRAWN, pickle.loads(pickle.dumps(progress)))
+    ended = second.trajectory(await second.run() or Finish.ABORTED)
     for name in ("tokens", "loss_mask", "rollout_logprobs", "versions", "turn_of_token", "sampled_ids"):
         assert np.array_equal(getattr(ended, name), getattr(expected, name), equal_nan=name == "rollout_logprobs")
     assert [one.observation for one in ended.turns] == [one.observation for one in expected.turns]
