@@ -5,7 +5,6 @@ Reads environment variables, and files that the config names. This module does n
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections import Counter
@@ -86,7 +85,6 @@ from rlsys.weights.lora import adapter_rules
 from rlsys.weights.weight_map import Architecture, largest_tensor_bytes, layer_spec_of, read_architecture
 
 Ranks = dict[str, tuple[int, ...]]
-_SHAPE = ("hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers", "vocab_size")
 
 
 def validate(config: RunConfig, ignored: tuple[str, ...] = ()) -> None:
@@ -141,33 +139,6 @@ def _refused(check: Callable[[], object], key: str | None = None) -> Iterator[Pr
         yield Problem(key or problem.key, str(problem), problem.code)
 
 
-def check_shape(path: str, key: str = "model.path") -> None:
-    """Raise UserError unless `path`, the value of `key`, is a Hugging Face folder whose `config.json` has a language
-    model's dimensions."""
-    file = Path(path) / "config.json"
-    if not file.is_file():
-        raise UserError(
-            f"{key}={path} is not a Hugging Face model folder: {file} is missing; give a folder that has it.",
-            code="not_found",
-            key=key,
-        )
-    try:
-        shape = json.loads(file.read_text())
-    except (ValueError, RecursionError) as problem:
-        raise UserError(
-            f"{key}={path}: {file} is not valid JSON ({problem}): give a folder with an intact config.",
-            code="malformed",
-            key=key,
-        ) from problem
-    missing = [key for key in _SHAPE if not (isinstance(shape, dict) and isinstance(shape.get(key), int))]
-    if missing:
-        raise UserError(
-            f"{key}={path}: {file} lacks an integer {missing[0]}; give the folder of a language model.",
-            code="unsupported",
-            key=key,
-        )
-
-
 def _layout(config: RunConfig) -> Iterator[Problem]:
     """Yield problems of placement and model; stops at a placement or model that cannot be read."""
     try:
@@ -184,10 +155,9 @@ def _layout(config: RunConfig) -> Iterator[Problem]:
         yield Problem("model.family", str(problem), problem.code)
         return
     try:
-        check_shape(config.model.path)
         architecture = read_architecture(config.model.path, config.model.family)
     except UserError as problem:
-        yield Problem("model.path", str(problem), problem.code)
+        yield Problem("model.path", f"model.path={config.model.path}: {problem}", problem.code)
         return
     yield from _sinks(config, architecture)
     if config.model.lora.rank > 0:
@@ -248,11 +218,10 @@ def _teacher(config: RunConfig, ranks: Ranks, policy: Architecture) -> Iterator[
         return
     path = taught.model.path
     try:
-        check_shape(path, key)
         teacher = read_architecture(path, taught.model.family)
         differs = tokens_differ(config.model.path, path)
     except UserError as problem:
-        yield Problem(key, str(problem), problem.code)
+        yield Problem(key, f"{key}={path}: {problem}", problem.code)
         return
     yield from _sinks(config, teacher)
     groups = megatron_groups(taught)

@@ -278,7 +278,7 @@ def read_architecture(path: str | Path, family: str | None = None, *, weights_on
     file = Path(path) / "config.json"
     if not file.is_file():
         raise UserError(
-            f"model.path is {path}, which has no config.json: give a Hugging Face model folder.",
+            f"{file} does not exist: give a Hugging Face model folder.",
             code="not_found",
             key="model.path",
         )

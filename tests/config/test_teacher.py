@@ -67,7 +67,7 @@ def test_teachers_of_other_sizes_and_behind_addresses_are_accepted(distilled: Ti
         (BIG, {**WORDS, "d": 3}, "mismatch"),
         ({**BIG, "vocab_size": 319}, WORDS, "mismatch"),
         ({**BIG, "max_position_embeddings": 512}, WORDS, "mismatch"),
-        ({"model_type": "qwen2"}, WORDS, "unsupported"),
+        ({"model_type": "qwen2"}, WORDS, "missing"),
         ({**BIG, "model_type": "elman"}, WORDS, "unsupported"),
     ],
     ids=["tokens swapped", "token more", "fewer logits", "shorter context", "no language model", "unknown family"],

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -30,6 +32,7 @@ from tests.support.megatron_processes import Group, on_ranks
 from tests.support.refusals import refused
 from tests.support.runs import Finished
 from tests.support.tiny_models import even_tokens, tiny_model
+from tests.support.tiny_shape import SHAPE
 from tests.trainer import reference
 from tests.trainer.harness import Layout, local_model
 from tests.trainer.test_against_transformers import check_training
@@ -90,6 +93,23 @@ def test_config_alone_chooses_the_family(exaone: Path) -> None:
     assert problems("no.yaml") == {"model.family": "not_found"}
     plan = make_plan(composed(f"model.path={exaone}", f"model.family={FAMILY}"))
     assert plan["model"]["parameters"] == AutoModelForCausalLM.from_pretrained(exaone).num_parameters()
+
+
+def test_family_names_the_keys_of_sizes(tmp_path: Path) -> None:
+    """A config.json with GPT-2's words for sizes is read like one with Qwen2's, and can be trained."""
+    family = tmp_path / "own.yaml"
+    family.write_text("extends: qwen2\nconfig: {hidden: n_embd, ffn: n_inner, layers: n_layer, heads: n_head}\n")
+    names = {"hidden_size": "n_embd", "intermediate_size": "n_inner", "num_hidden_layers": "n_layer"}
+    names["num_attention_heads"] = "n_head"
+    (tmp_path / "qwen2").mkdir()
+    (tmp_path / "own").mkdir()
+    (tmp_path / "qwen2" / "config.json").write_text(json.dumps(SHAPE))
+    renamed = {names.get(key, key): value for key, value in SHAPE.items()}
+    (tmp_path / "own" / "config.json").write_text(json.dumps(renamed))
+    read = read_architecture(tmp_path / "own", str(family))
+    assert replace(read, family="qwen2") == read_architecture(tmp_path / "qwen2")
+    config = composed(f"model.path={tmp_path / 'own'}", f"model.family={family}")
+    assert [problem for problem in find_problems(config) if problem.key.startswith("model.")] == []
 
 
 @pytest.mark.slow
