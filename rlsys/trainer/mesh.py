@@ -68,28 +68,8 @@ class MeshCoordinates:
 
 
 def mesh_coordinates(rank: int, world_size: int, parallel: ParallelConfig) -> MeshCoordinates:
-    """Return the coordinates of `rank`. Raises UserError if the parallel sizes do not fit the group."""
-    inner = parallel.tp * parallel.cp
-    model = inner * parallel.pp
-    if world_size % model:
-        raise UserError(
-            f"tp x cp x pp is {model}, which does not divide the group's {world_size} processes: change tp, cp or pp.",
-            code="mismatch",
-            key="tp x cp x pp",
-        )
-    if parallel.sequence_parallel and parallel.tp == 1:
-        raise UserError(
-            "sequence_parallel is true, but tp is 1: set tp above 1, or sequence_parallel to false.",
-            code="conflict",
-            key="sequence_parallel",
-        )
+    """Return the coordinates of `rank`. The parallel sizes fit the group; see `placement.parallel_problems`."""
     stage_size = world_size // parallel.pp
-    if stage_size % parallel.ep:
-        raise UserError(
-            f"ep is {parallel.ep}, which does not divide the {stage_size} processes of a pipeline stage: change ep.",
-            code="mismatch",
-            key="ep",
-        )
     tp, cp, pp, in_stage = rank % parallel.tp, rank // parallel.tp % parallel.cp, rank // stage_size, rank % stage_size
     return MeshCoordinates(
         rank=rank,
@@ -98,7 +78,7 @@ def mesh_coordinates(rank: int, world_size: int, parallel: ParallelConfig) -> Me
         cp=cp,
         cp_size=parallel.cp,
         dp=data_parallel_ranks(parallel, world_size)[rank],
-        dp_size=world_size // model,
+        dp_size=world_size // (parallel.tp * parallel.cp * parallel.pp),
         pp=pp,
         pp_size=parallel.pp,
         ep=in_stage % parallel.ep,

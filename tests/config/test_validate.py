@@ -5,19 +5,21 @@ from __future__ import annotations
 import copy
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import UnionType
 from typing import get_args, get_origin, get_type_hints
 
 import pytest
 
-from rlsys.cluster.planning.placement import parse_ranks
+from rlsys.cluster.planning.placement import parallel_problems, parse_ranks
 from rlsys.config.bounds import out_of_range
 from rlsys.config.derived import needs_server
-from rlsys.config.schema import Layers, RunConfig, schema_groups, schema_keys
+from rlsys.config.schema import Layers, ParallelConfig, RunConfig, schema_groups, schema_keys
 from rlsys.errors import Code, UserError
 from rlsys.orchestrator.validate import find_problems, validate
+from rlsys.weights.weight_map import architecture_of
 from tests.support.refusals import refused
 from tests.support.tiny_shape import SHAPE
 
@@ -209,6 +211,27 @@ def test_impossible_layout_of_a_mixture_of_experts_is_refused_by_its_key(
     (tmp_path / "model" / "config.json").write_text(json.dumps(MIXTURE))
     place = "cluster.placement={actor: 0-3, inference: 4, rollout: 5}"
     assert f"actor.parallel.{key}" in keys_of(tiny_run(place, f"actor.parallel={parallel}"))
+
+
+@pytest.mark.parametrize(
+    ("tp", "sizes", "fits"),
+    [
+        (2, {}, True),
+        (14, {}, False),
+        (2, {"experts": 4, "ffn": 97}, True),
+        (2, {"experts": 4, "ffn": 97, "dense_layers": 1}, False),
+        (2, {"experts": 4, "shared_experts": 1, "expert_ffn": 33}, False),
+        (2, {"experts": 4, "shared_experts": 2, "expert_ffn": 33}, True),
+    ],
+)
+def test_tensor_parallelism_divides_the_width_of_mlps_and_shared_experts(
+    tp: int, sizes: Mapping[str, int], fits: bool
+) -> None:
+    """A model with Qwen2.5-0.5B's sizes or with a mixture of experts, of which whole ones are distributed."""
+    small = {"hidden_size": 896, "intermediate_size": 4864, "num_attention_heads": 14, "num_key_value_heads": 2}
+    model = replace(architecture_of(SHAPE | small), **sizes)
+    found = parallel_problems("actor", ParallelConfig(tp=tp, sequence_parallel=True), tp, model)
+    assert [one.key for one in found] == ([] if fits else ["actor.parallel.tp"])
 
 
 def test_sequence_beyond_the_sliding_window_needs_an_engine_that_has_the_window(

@@ -293,20 +293,30 @@ def parallel_problems(group: str, parallel: ParallelConfig, world: int, model: A
             f"{key}.pp={parallel.pp} does not divide the model's {model.layers} layers: set {key}.pp_layers."
         )
     first = parallel.pp_layers[0] if parallel.pp_layers else model.layers // parallel.pp
-    if 0 < first <= model.dense_layers:  # Its optimiser, without experts, could not be saved.
+    # A stage without experts could not be saved: Megatron's optimiser of experts reads its step from a parameter.
+    if 0 < first <= model.dense_layers:
         yield Problem.of(
             f"{key}.pp={parallel.pp} gives the first stage {first} layers, but the layers with experts begin after "
             f"{model.dense_layers}: give it more in {key}.pp_layers, or lower {key}.pp."
         )
-    if model.heads % parallel.tp:
-        yield Problem.of(
-            f"{key}.tp={parallel.tp} does not divide the model's {model.heads} attention heads: choose a divisor."
-        )
+    for name, size in _cut_by_tp(model).items():
+        if size % parallel.tp:
+            yield Problem.of(f"{key}.tp={parallel.tp} does not divide the model's {size} {name}: choose a divisor.")
     if model.kv_heads % parallel.tp and parallel.tp % model.kv_heads:
         yield Problem.of(
             f"{key}.tp={parallel.tp} is neither a divisor nor a multiple of the model's {model.kv_heads} key/value heads: "
             "choose another value."
         )
+
+
+def _cut_by_tp(model: Architecture) -> dict[str, int]:
+    """Return the sizes of the model that tensor parallelism divides evenly, by name."""
+    sizes = {"attention heads": model.heads}
+    if model.dense_layers or not model.experts:
+        sizes["columns of an MLP"] = model.ffn
+    if model.shared_experts:
+        sizes["columns of the shared experts"] = model.shared_experts * model.expert_ffn
+    return sizes
 
 
 def context_problems(config: RunConfig, group: str, model: Architecture) -> Iterator[Problem]:

@@ -76,20 +76,10 @@ _SWIGLU_LIMIT = 7.0
 _FULL_RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 
 
-def choose_layers(layers: Layers, here: Capabilities, sinks: bool = False) -> Layers:
-    """Resolve `auto`: `te` on a GPU, else `local`. Raises UserError if `te` is needed but unavailable.
-
-    Models with attention `sinks` have local layers alone.
-    """
+def choose_layers(layers: Layers, here: Capabilities) -> Layers:
+    """Resolve `auto`: `te` on a GPU, else `local`. Raises UserError if `te` is needed but unavailable."""
     if layers is Layers.local or (layers is Layers.auto and not here.cuda_devices):
         return Layers.local
-    if sinks:
-        raise UserError(
-            f"model.layers={layers} means Transformer Engine's layers, whose attention sinks have not been tried: set "
-            "model.layers=local.",
-            code="unsupported",
-            key="model.layers",
-        )
     if not here.cuda_devices or here.transformer_engine is None:
         lacks = (
             "Transformer Engine on GPUs, which is not installed: install transformer-engine[pytorch] as in "
@@ -150,12 +140,7 @@ def fuse_accumulation(module: torch.nn.Module, model: ModelConfig, layers: Layer
 def transformer_config(
     architecture: Architecture, model: ModelConfig, parallel: ParallelConfig, kernels: Mapping[str, Any]
 ) -> TransformerConfig:
-    """Return Megatron's config of the model; `kernels` is the result of `kernel_settings`.
-
-    Raises UserError if tp or the stages do not fit the model, or if experts with tp > 1 lack sequence parallelism.
-    """
-    _check_tp(architecture, parallel)
-    _check_first_stage(architecture, parallel)
+    """Return Megatron's config of the model; `kernels` is the result of `kernel_settings`."""
     layout = None  # default: equally many layers per stage
     if parallel.pp_layers is not None:
         layout = [["decoder"] * len(s) for s in stage_layers(architecture.layers, parallel.pp, parallel.pp_layers)]
@@ -250,48 +235,6 @@ def _window_config(architecture: Architecture) -> dict[str, Any]:
         return {}
     local = [int(layer in architecture.local_layers) for layer in range(architecture.layers)]
     return {"window_size": (architecture.window - 1, 0), "window_attn_skip_freq": local}
-
-
-def _check_tp(architecture: Architecture, parallel: ParallelConfig) -> None:
-    tp, kv_heads = parallel.tp, architecture.kv_heads
-    cut = {"number of attention heads": architecture.heads}
-    if architecture.dense_layers or not architecture.experts:
-        cut["MLP width"] = architecture.ffn
-    if architecture.shared_experts:
-        cut["width of the shared expert"] = architecture.shared_experts * architecture.expert_ffn
-    for key, size in cut.items():
-        if size % tp:
-            raise UserError(
-                f"tp is {tp}, but it must divide the model's {key}, {size}: lower tp.", code="mismatch", key="tp"
-            )
-    if max(tp, kv_heads) % min(tp, kv_heads):
-        raise UserError(
-            f"tp is {tp} and the model has {kv_heads} key-value heads, but one must divide the other: change tp.",
-            code="mismatch",
-            key="tp",
-        )
-    if architecture.experts and tp > 1 and not parallel.sequence_parallel:
-        raise UserError(
-            f"tp is {tp} and the model has experts, so each of the {tp} ranks would send all tokens to the experts: "
-            "set sequence_parallel to true.",
-            code="conflict",
-            key="sequence_parallel",
-        )
-
-
-def _check_first_stage(architecture: Architecture, parallel: ParallelConfig) -> None:
-    """Raise UserError if the first stage has no experts in a model with experts, whose optimiser could not be saved.
-
-    Megatron's optimiser of the experts then has no parameter there, from which it would read its step.
-    """
-    first = len(stage_layers(architecture.layers, parallel.pp, parallel.pp_layers)[0])
-    if first <= architecture.dense_layers:
-        raise UserError(
-            f"The first of pp={parallel.pp} stages has {first} layers and the model begins with {architecture.dense_layers} "
-            "layers without experts: give the first stage more, in pp_layers, or lower pp.",
-            code="mismatch",
-            key="pp_layers",
-        )
 
 
 def _experts_config(architecture: Architecture, parallel: ParallelConfig) -> dict[str, Any]:

@@ -172,13 +172,13 @@ class StageModel:
     def __init__(
         self, architecture: Architecture, model: ModelConfig, parallel: ParallelConfig, coords: MeshCoordinates
     ) -> None:
-        """Build the model with undefined weights. Raises UserError if the parallel sizes do not fit the model."""
+        """Build the model with undefined weights; `placement.parallel_problems` says which parallel sizes fit it."""
         self.architecture, self.coords = architecture, coords
         self.weights = WeightMap(architecture, values=self._MODULE is TargetValuesModel)
         self.layers = stage_layers(architecture.layers, parallel.pp, parallel.pp_layers)[coords.pp]
         self.experts = expert_block(architecture.experts, coords.ep_size, coords.ep)
         here = detect()
-        layers = choose_layers(model.layers, here, architecture.sinks)
+        layers = choose_layers(model.layers, here)
         kernels = kernel_settings(model, layers, here)
         self.config = transformer_config(architecture, model, parallel, kernels)
         self.lora = model.lora if self._ADAPTED and model.lora.rank else None
