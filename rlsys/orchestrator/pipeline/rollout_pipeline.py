@@ -33,7 +33,7 @@ from heapq import heappop, heappush
 from itertools import islice
 from typing import NamedTuple, Protocol
 
-from rlsys.data.prompt_source import SourceState
+from rlsys.data.prompt_source import PromptSource
 from rlsys.data.question import Question
 from rlsys.data.trajectory import Group, Sample, Scores, Trajectory
 from rlsys.errors import RunError
@@ -116,26 +116,6 @@ class SampleScorer(Protocol):
         """Return log-probs and values in the order of `samples`."""
 
 
-class Prompts(Protocol):
-    def next(self) -> Question:
-        """Return the next question."""
-
-    def give_back(self, question: Question) -> None:
-        """Return `question` to the source, which hands it out again."""
-
-    def observe(self, prompt_group: int, group: Group) -> None:
-        """Take note of a rewarded group, once."""
-
-    def end_step(self) -> None:
-        """Let the groups observed so far change what is drawn next."""
-
-    def state(self) -> SourceState:
-        """Return the cursor from which a resumed run continues with the same prompts."""
-
-    def metrics(self) -> Mapping[str, float]:
-        """Return the metrics of the source."""
-
-
 class Devices(Protocol):
     """Moves colocated groups on and off the devices that they share."""
 
@@ -194,7 +174,7 @@ class RolloutPipeline:
     def __init__(
         self,
         scheduler: StalenessScheduler,
-        prompts: Prompts,
+        prompts: PromptSource,
         generator: GroupGenerator,
         scorer: SampleScorer,
         handlers: Handlers,
