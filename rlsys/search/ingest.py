@@ -58,7 +58,6 @@ _FRONT_MATTER_CHARS = 1 << 15  # longer front matter is treated as text, because
 _FRONT_MATTER_BRACKETS = 400  # front matter with more brackets is treated as text; nesting takes quadratic time
 _TITLE_CHARS = 200
 """Limit for titles, because every passage repeats them: front-matter titles are cut, longer headings become text."""
-_NO_TITLE = ("", "~", "null", "Null", "NULL")
 _HIDDEN = (("<!--", "-->"), ("<![CDATA[", "]]>"), ("<!", ">"), ("<?", ">"))
 """Start and end markers of invisible HTML."""
 _TAG_START = re.compile(r"</?[A-Za-z]")
@@ -324,7 +323,7 @@ def _split_front_matter(source: str) -> tuple[str, str]:
     try:
         title = _front_title(match[1])
         (title or "").encode()
-    except (yaml.YAMLError, ValueError, OverflowError):
+    except (yaml.YAMLError, ValueError, OverflowError, RecursionError):
         # ValueError and OverflowError: a version with too many digits, or an escape of an invalid character.
         return "", source
     return ("", source) if title is None else (" ".join(title.split())[:_TITLE_CHARS], source[match.end() :])
@@ -333,29 +332,15 @@ def _split_front_matter(source: str) -> tuple[str, str]:
 def _front_title(front_matter: str) -> str | None:
     """Return the title as written, "" without one; None if the front matter is not a mapping.
 
-    Only parser events are read and no values are constructed, because dates and numbers may be invalid, and aliases may
-    expand without bound. A title that is an alias, list or mapping counts as missing.
+    No values are constructed, because dates and numbers may be invalid, and aliases may expand without bound. A title
+    that is a list or mapping counts as missing.
     """
-    title: str | None = None
-    depth, keys_and_values, is_title = 0, 0, False
-    for event in yaml.parse(front_matter, Loader=yaml.SafeLoader):
-        if isinstance(event, yaml.CollectionEndEvent):
-            depth -= 1
-        if isinstance(event, yaml.NodeEvent) and depth == 0:
-            if title is not None or not isinstance(event, yaml.MappingStartEvent):
-                return None
-            title = ""
-        elif isinstance(event, yaml.NodeEvent) and depth == 1:
-            if keys_and_values % 2 == 0:
-                is_title = isinstance(event, yaml.ScalarEvent) and event.value == "title"
-            elif is_title:
-                # The text as written; "" for null and for anything but a scalar.
-                value = event.value if isinstance(event, yaml.ScalarEvent) else ""
-                title = "" if getattr(event, "style", None) is None and value in _NO_TITLE else str(value)
-            keys_and_values += 1
-        if isinstance(event, yaml.CollectionStartEvent):
-            depth += 1
-    return title
+    root = yaml.compose(front_matter, Loader=yaml.SafeLoader)
+    if not isinstance(root, yaml.MappingNode):
+        return None
+    title = next((value for key, value in reversed(root.value) if key.value == "title"), None)
+    named = isinstance(title, yaml.ScalarNode) and title.tag != "tag:yaml.org,2002:null"
+    return str(title.value) if named else ""
 
 
 def _path(title: str, headings: dict[int, str]) -> str:

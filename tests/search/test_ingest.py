@@ -155,8 +155,10 @@ def test_a_document_whose_passages_would_fill_the_disk_is_refused(tmp_path: Path
             "---\ntitle: My Guide\ntags: [a]\n---\nhello\n# My Guide\nmore\n## Sub\nrest",
             ["My Guide", "My Guide", "My Guide > Sub"],
         ),
+        ("---\nname: &name My Guide\ntitle: *name\n---\nhello", ["My Guide"]),
+        ("---\ntitle: null\nid: &id [*id]\n---\nhello\n# Guide\nmore", ["name", "Guide"]),
     ],
-    ids=["path", "front matter"],
+    ids=["path", "front matter", "alias", "null"],
 )
 def test_headings_become_a_path_of_titles(source: str, expected: list[str]) -> None:
     assert [section.title for section in sections(source, "name")] == expected
@@ -199,6 +201,7 @@ def test_hostile_documents_are_parsed_in_bounded_time_and_memory() -> None:
         f"---\nb0: &b0 [x]\n{aliases}\ntitle: *b8\n---\nx",
         f"---\ntitle: {'[' * size}\n---\nx",
         f"---\ntitle: {'[' * 15_000}{']' * 15_000}\n---\nx",
+        f"---\n{'- ' * 15_000}x\n---\nx",
         f"# {'a' * size}\n" + "## b\nx\n" * (size // 8),
     ]
     command = [sys.executable, "-c", READS_EACH]
