@@ -1,12 +1,14 @@
-"""Checks that the algorithm keys fit together: one error message with reason and fix for each conflict. Pure.
+"""Checks that the algorithm keys fit together: one error message with reason and fix for each conflict.
 
 A setting is an error if it turns on something that cannot work, or that has no effect with the other settings. Settings
-of a feature that is off, such as the target of a fixed KL control, are ignored.
+of a feature that is off, such as the target of a fixed KL control, are ignored. All functions but `token_of`, which reads the environment, are pure.
 """
 
 from __future__ import annotations
 
+import os
 import re
+import socket
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -39,7 +41,7 @@ from rlsys.config.derived import (
     truncates_sampling,
 )
 from rlsys.config.schema import Mode, RunConfig
-from rlsys.errors import Code
+from rlsys.errors import Code, UserError
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +57,25 @@ class Problem:
     def of(cls, sentence: str) -> Problem:
         """Build a problem from a sentence that begins with its key."""
         return cls(re.split(r"[^\w.]", sentence, maxsplit=1)[0], sentence)
+
+
+def token_of(key: str, variable: str | None) -> str | None:
+    """Return the server's token in the environment variable that the setting `key` names; None without one.
+
+    Raises UserError if the variable is not set, or its value cannot be sent in a header.
+    """
+    if variable is None:
+        return None
+    token = os.environ.get(variable, "").strip()
+    if not (token and token.isascii() and token.isprintable()):
+        fault = "has characters that are not printable ASCII" if token else "is not set"
+        raise UserError(
+            f"{key}={variable} names an environment variable that {fault} on {socket.gethostname()}: export the server's "
+            f"token there as {variable}, or set {key} to null.",
+            code="malformed" if token else "missing",
+            key=key,
+        )
+    return token
 
 
 _AS_REWARD = ("k1", "k2", "k3", "abs")

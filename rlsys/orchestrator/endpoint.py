@@ -11,7 +11,6 @@ Retries pause with exponential back-off and jitter, but at least as long as the 
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -20,7 +19,8 @@ import httpx
 from tenacity import AsyncRetrying, RetryCallState, retry_if_exception_type, stop_after_attempt
 from tenacity.wait import wait_exponential_jitter
 
-from rlsys.errors import RunError, UserError
+from rlsys.config.problems import token_of
+from rlsys.errors import RunError
 from rlsys.search.wire import BodyError, Encoding, read_body
 
 T = TypeVar("T")
@@ -76,9 +76,10 @@ class Endpoint:
         self._places = asyncio.Semaphore(settings.max_concurrent)
         self._gap_s = 60.0 / settings.requests_per_minute if settings.requests_per_minute else 0.0
         self._next_turn = 0.0
+        token = token_of(f"{settings.group}.token_env", settings.token_env)
         self._http = httpx.AsyncClient(
             transport=transport,
-            headers={"Accept-Encoding": Encoding.identity} | _authorization(settings),
+            headers={"Accept-Encoding": Encoding.identity, **({"Authorization": f"Bearer {token}"} if token else {})},
             timeout=None,  # httpx would limit only each read; `_try` limits the whole request.
             limits=httpx.Limits(max_connections=None, keepalive_expiry=_KEPT_ALIVE_S),
             trust_env=False,
@@ -158,25 +159,6 @@ class _RetryableError(Exception):
     def __init__(self, reason: str, after_s: float = 0.0) -> None:
         super().__init__(reason)
         self.after_s = after_s
-
-
-def _authorization(settings: EndpointSettings) -> dict[str, str]:
-    token_env = settings.token_env
-    if token_env is None:
-        return {}
-    token = os.environ.get(token_env, "").strip()
-    if not (token and token.isascii() and token.isprintable()):
-        fault, key = (
-            "has characters that are not printable ASCII" if token else "is not set",
-            f"{settings.group}.token_env",
-        )
-        raise UserError(
-            f"{key}={token_env} names an environment variable that {fault}: export the endpoint's key as {token_env}, or "
-            f"set {key} to null.",
-            code="malformed" if token else "missing",
-            key=key,
-        )
-    return {"Authorization": f"Bearer {token}"}
 
 
 def _pause_s(state: RetryCallState) -> float:

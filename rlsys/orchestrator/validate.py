@@ -5,7 +5,6 @@ Reads environment variables, and files that the config names. This module does n
 
 from __future__ import annotations
 
-import os
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -49,7 +48,7 @@ from rlsys.config.derived import (
     task_of,
     train_files,
 )
-from rlsys.config.problems import Problem, algorithm_problems
+from rlsys.config.problems import Problem, algorithm_problems, token_of
 from rlsys.config.schema import (
     ActorConfig,
     AdamwConfig,
@@ -272,12 +271,7 @@ def _teacher_server(config: RunConfig) -> Iterator[Problem]:
     if settings.api is TeacherApi.openai and not settings.served_model.strip():
         sentence = f"{key}.served_model is empty, and {key}.api=openai names the model in requests: give its name."
         yield Problem(f"{key}.served_model", sentence, "missing")
-    if settings.token_env is not None and not os.environ.get(settings.token_env):
-        sentence = (
-            f"{key}.token_env={settings.token_env} names an environment variable that is not set: export the server's key "
-            f"as {settings.token_env}, or set {key}.token_env to null."
-        )
-        yield Problem(f"{key}.token_env", sentence, "missing")
+    yield from _refused(lambda: token_of(f"{key}.token_env", settings.token_env))
 
 
 def tokens_differ(policy: str, teacher: str) -> str | None:
@@ -588,13 +582,7 @@ def _search(config: RunConfig) -> Iterator[Problem]:
             f"search.replicas={list(search.replicas)} names {twice[0]} twice, or repeats search.url: name every server "
             "once."
         )
-    if search.token_env is not None and not os.environ.get(search.token_env):
-        yield Problem(
-            "search.token_env",
-            f"search.token_env={search.token_env} names an environment variable that is not set: export the servers' "
-            f"token as {search.token_env}, or set search.token_env to null.",
-            "missing",
-        )
+    yield from _refused(lambda: token_of("search.token_env", search.token_env))
 
 
 def _tracking(config: RunConfig) -> Iterator[Problem]:

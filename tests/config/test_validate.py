@@ -16,6 +16,7 @@ import pytest
 from rlsys.cluster.planning.placement import parallel_problems, parse_ranks
 from rlsys.config.bounds import out_of_range
 from rlsys.config.derived import needs_server
+from rlsys.config.problems import token_of
 from rlsys.config.schema import Layers, ParallelConfig, RunConfig, schema_groups, schema_keys
 from rlsys.errors import Code, UserError
 from rlsys.orchestrator.validate import find_problems, validate
@@ -273,3 +274,14 @@ def test_layers_of_transformer_engine_attend_within_a_window_without_context_par
         (tmp_path / "model" / "config.json").write_text(json.dumps(shape))
         run.model.layers = Layers(layers)
         assert ("actor.parallel.cp" not in keys_of(run)) == fits
+
+
+@pytest.mark.parametrize(("value", "code"), [(" ", "missing"), ("two\nlines", "malformed")])
+def test_token_is_read_without_the_white_space_around_it(
+    value: str, code: Code, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SOME_TOKEN", " secret\n")
+    assert [token_of("search.token_env", name) for name in ("SOME_TOKEN", None)] == ["secret", None]
+    monkeypatch.setenv("SOME_TOKEN", value)
+    with refused(code, "search.token_env"):
+        token_of("search.token_env", "SOME_TOKEN")

@@ -32,7 +32,6 @@ import contextlib
 import difflib
 import inspect
 import math
-import os
 import re
 import threading
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
@@ -46,6 +45,7 @@ import numpy as np
 from rlsys.components import one_line
 from rlsys.config.custom import REQUIRED, OwnComponent, custom_variant
 from rlsys.config.derived import reward_of, source_key, task_of
+from rlsys.config.problems import token_of
 from rlsys.config.schema import (
     JUDGE_PLACEHOLDERS,
     CompatConfig,
@@ -524,13 +524,10 @@ def _judge_problems(judge: JudgeConfig) -> Iterator[UserError]:
     if not judge.model.strip():
         sentence = "reward.judge.model is empty: give the model's name at the endpoint."
         yield UserError(sentence, code="missing", key="reward.judge.model")
-    if judge.token_env is not None and not os.environ.get(judge.token_env):
-        yield UserError(
-            f"reward.judge.token_env={judge.token_env} names an environment variable that is not set: export the "
-            f"endpoint's key as {judge.token_env}, or set reward.judge.token_env to null.",
-            code="missing",
-            key="reward.judge.token_env",
-        )
+    try:
+        token_of("reward.judge.token_env", judge.token_env)
+    except UserError as problem:
+        yield problem
     missing = [placeholder for placeholder in JUDGE_PLACEHOLDERS if placeholder not in judge.prompt]
     if missing:
         sentence = f"reward.judge.prompt lacks {', '.join(missing)}: add every missing placeholder."

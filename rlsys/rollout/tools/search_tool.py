@@ -6,12 +6,11 @@ episode, so that the driver can run its prompt group again once a server answers
 
 from __future__ import annotations
 
-import os
-import socket
 from pathlib import Path
 from typing import TypeVar
 
 from rlsys.config.derived import needs_server
+from rlsys.config.problems import token_of
 from rlsys.config.schema import SearchConfig
 from rlsys.errors import UserError
 from rlsys.search.cassette import CassetteTool
@@ -89,14 +88,7 @@ def open_client(search: SearchConfig, *, topk: int) -> SearchClient:
             code="missing",
             key="search.url",
         )
-    token = None if search.token_env is None else os.environ.get(search.token_env)
-    if search.token_env is not None and not token:
-        raise UserError(
-            f"search.token_env={search.token_env} names a variable that is not set on {socket.gethostname()}: export "
-            "the servers' token there.",
-            code="missing",
-            key="search.token_env",
-        )
+    token = token_of("search.token_env", search.token_env)
     return SearchClient(
         [search.url, *search.replicas],
         topk=topk,
