@@ -124,6 +124,11 @@ class Architecture:
         """True if the MLP's activation is SiLU, which is computed in one kernel on a GPU."""
         return not (self.gelu or self.clamped_swiglu)
 
+    @property
+    def fuses_positions(self) -> bool:
+        """True if one kernel turns queries and keys by their rotary positions on a GPU, also in packed rows."""
+        return not (self.rope_interleaved or (self.kv_lora_rank and self.rope is None))
+
     def padded_vocab(self, tp: int) -> int:
         """Return the number of rows of Megatron's embedding for TP size `tp`, padding included."""
         multiple = lcm(VOCAB_MULTIPLE, tp)

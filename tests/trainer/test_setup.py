@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 import torch
+from megatron.core.models.common.embeddings import rope_utils
+from transformers import PretrainedConfig
 
 from rlsys.cluster.planning.placement import parallel_problems
 from rlsys.config.schema import Layers, ModelConfig, ParallelConfig
@@ -88,6 +90,29 @@ def test_megatron_accepts_the_kernel_settings(tmp_path: Path) -> None:
         assert settings.pop(needs_package)
     made = transformer_config(read_architecture(str(model)), asked, ParallelConfig(), settings)
     assert {name: getattr(made, name) for name in settings} == settings
+
+
+@pytest.mark.parametrize(
+    ("shape", "fuses"),
+    [
+        *((reference.TINY[family](), True) for family in ("qwen2", "phi3", "gemma3_text", "ministral")),
+        (reference.tiny_deepseek(yarn=True), True),
+        (reference.tiny_deepseek(), False),
+        (reference.tiny_glm4(), False),
+    ],
+    ids=["qwen2", "phi3", "gemma3", "ministral", "deepseek, yarn", "deepseek", "glm4"],
+)
+def test_positions_are_fused_only_where_the_kernel_has_those_of_the_family(
+    shape: PretrainedConfig, fuses: bool
+) -> None:
+    """For packed rows, Megatron calls the kernel without `interleaved`, as if GLM-4 turned the halves of a head."""
+    model = ModelConfig("m")
+    settings = kernel_settings(model, Layers.te, TE) | {"moe_permute_fusion": False}
+    with pytest.MonkeyPatch.context() as patch:
+        # Megatron refuses the setting without the kernel.
+        patch.setattr(rope_utils, "fused_apply_rotary_pos_emb_thd", rope_utils.apply_rotary_pos_emb)
+        made = transformer_config(architecture_of(shape), model, ParallelConfig(), settings)
+    assert made.apply_rope_fusion == fuses
 
 
 def test_first_stage_without_experts_is_refused_in_a_model_that_has_some() -> None:

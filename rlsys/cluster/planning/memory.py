@@ -200,7 +200,8 @@ class StageRank:
         # Fused RMSNorm, which keeps only its input; torch has none for a CPU. Local layers add 1 to a weight in float32.
         self.fused_norm = on_gpu and (self.engine or not model.norm_plus_one)
         self.fused_swiglu = on_gpu and fusions and model.fuses_activation  # Fused SwiGLU, which keeps only its input.
-        self.fused_rope = self.engine and fusions  # Fused rotary positions, which keep no tables.
+        # Fused rotary positions, which keep no tables.
+        self.fused_rope = self.engine and fusions and model.fuses_positions
         # Attention needs a mask if a chunk's queries see earlier keys; torch fuses that case on GPUs only.
         self.masks = not on_gpu
         self.chunks = _CHUNKS * min(128 * MIB if on_gpu else MIB, self.targets * self.columns * 4)  # Bytes of logits.

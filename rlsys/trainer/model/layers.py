@@ -196,11 +196,11 @@ def _unfusable(architecture: Architecture) -> Iterator[str]:
     """Yield the fusions that the model does without.
 
     Megatron has none for GELU in its tanh form and for MLA's positions without YaRN; that of the clamped SwiGLU has not
-    been tried.
+    been tried. For packed rows, Megatron does not tell Transformer Engine that positions are interleaved.
     """
     if not architecture.fuses_activation:
         yield "bias_activation_fusion"
-    if architecture.kv_lora_rank and architecture.rope is None:
+    if not architecture.fuses_positions:
         yield "apply_rope_fusion"
 
 
