@@ -45,7 +45,7 @@ THINKING = (
     """{%- set said = message.content %}
         {%- if "</think>" in said and loop.index0 < ns.last %}{%- set said = said.split("</think>")[-1] %}{%- endif %}
         {{- "<|im_start|>assistant\\n" + said }}""",
-)
+).replace("message.content or not loop.first", "said or not loop.first")
 LLAMA = """\
 {{- "<|begin_of_text|>" }}
 {%- if tools %}{{- "<|start_header_id|>system<|end_header_id|>\\n\\n" + (tools | tojson) + "<|eot_id|>" }}{%- endif %}

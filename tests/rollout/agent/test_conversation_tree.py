@@ -22,6 +22,7 @@ each_template = pytest.mark.parametrize("template", TEMPLATES, ids=lambda one: o
 @each_template
 def test_random_conversations_train_what_was_sampled_once(template: Template) -> None:
     fuzz(LLAMA, 4203482)  # The text "{" before a call, which the template leaves out.
+    fuzz(THINKING, 22509)  # A call after a thought that the template leaves out.
     causes = sum((fuzz(template, seed) for seed in range(250)), start=Counter())
     assert causes.keys() >= {each.value for each in Cause if each not in (Cause.CONTINUED, Cause.TEMPLATE)}
     assert (Cause.TEMPLATE in causes) is (template is not CHATML)
