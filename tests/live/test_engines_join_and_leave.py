@@ -1,18 +1,16 @@
 """Test that engines of a real run leave and join while it trains, on request, and that no prompt is lost."""
 
 import json
-import subprocess
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import psutil
 import pytest
 
-from tests.live.test_resume_live import assert_each_prompt_ended_once, kill_with_all_children, rows, wait_until
+from tests.live.test_resume_live import assert_each_prompt_ended_once, first_step, rows, running
 from tests.orchestrator.groups.test_real_restarts import worker_of
-from tests.support.paths import PROJECT
 from tests.support.processes import is_gone
-from tests.support.runs import LIMIT_S, RLSYS, rlsys, small
+from tests.support.runs import LIMIT_S, rlsys
 
 STEPS = 30
 RUN = [f"trainer.steps={STEPS}", "trainer.schedule.kind=async", "cluster.placement.rollout=2-3"]
@@ -23,13 +21,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.engine]
 
 def test_engines_leave_and_join_while_a_run_trains(tmp_path: Path) -> None:
     outputs, log = tmp_path / "outputs", tmp_path / "log"
-    with log.open("wb") as file:
-        command = [*RLSYS, *small(outputs, *RUN)]
-        process = subprocess.Popen(command, cwd=PROJECT, stdout=file, stderr=subprocess.STDOUT)
-    try:
-        (folder,) = wait_until(
-            process, log, lambda: [one.parent for one in outputs.glob("searchr1_tiny_cpu-*/metrics.jsonl") if rows(one)]
-        )
+    with running(outputs, log, *RUN) as process:
+        folder = first_step(process, outputs, log)
         left = worker_of(psutil.Process(process.pid), 0)
         processes = [left, *left.children(recursive=True)]
         said = {}
@@ -47,9 +40,6 @@ def test_engines_leave_and_join_while_a_run_trains(tmp_path: Path) -> None:
         assert process.poll() is None, log.read_text()[-3000:]
         assert process.wait(LIMIT_S) == 0, log.read_text()[-3000:]
         ended = rlsys("engines", "join", "--run", folder)
-    finally:
-        if process.poll() is None:
-            kill_with_all_children(process)
     statuses = {words: done.returncode for words, done in said.items()}
     assert statuses == {words: 2 if words == "leave 1" else 0 for words in said}, [
         done.stderr for done in said.values()

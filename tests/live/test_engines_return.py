@@ -2,18 +2,16 @@
 
 import json
 import signal
-import subprocess
 from collections import Counter
 from pathlib import Path
 
 import psutil
 import pytest
 
-from tests.live.test_resume_live import assert_each_prompt_ended_once, kill_with_all_children, rows, wait_until
+from tests.live.test_resume_live import assert_each_prompt_ended_once, first_step, rows, running
 from tests.orchestrator.groups.test_real_restarts import worker_of
-from tests.support.paths import PROJECT
 from tests.support.processes import is_gone, words_of
-from tests.support.runs import LIMIT_S, RLSYS, small
+from tests.support.runs import LIMIT_S
 
 STEPS = 12
 RUN = [
@@ -34,22 +32,14 @@ def scheduler_of(worker: psutil.Process) -> psutil.Process:
 @pytest.mark.parametrize("mode", ["tensor", "disk", "broadcast"])
 def test_engine_that_is_killed_and_engine_that_hangs_come_back(mode: str, tmp_path: Path) -> None:
     outputs, log = tmp_path / "outputs", tmp_path / "log"
-    with log.open("wb") as file:
-        command = [*RLSYS, *small(outputs, *RUN, f"cluster.sync_mode={mode}")]
-        process = subprocess.Popen(command, cwd=PROJECT, stdout=file, stderr=subprocess.STDOUT)
-    try:
-        (folder,) = wait_until(
-            process, log, lambda: [one.parent for one in outputs.glob("searchr1_tiny_cpu-*/metrics.jsonl") if rows(one)]
-        )
+    with running(outputs, log, *RUN, f"cluster.sync_mode={mode}") as process:
+        folder = first_step(process, outputs, log)
         run = psutil.Process(process.pid)
         killed, worker = worker_of(run, 0), worker_of(run, 1)
         hung = scheduler_of(worker)
         hung.send_signal(signal.SIGSTOP)
         killed.kill()
         assert process.wait(LIMIT_S) == 0, log.read_text()[-3000:]
-    finally:
-        if process.poll() is None:
-            kill_with_all_children(process)
     assert all(is_gone(one) for one in (killed, worker, hung)), "a replaced process is left"
 
     faults = rows(folder / "faults.jsonl")

@@ -4,7 +4,8 @@ import json
 import subprocess
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -34,10 +35,17 @@ GATEWAY = [
 pytestmark = [pytest.mark.slow, pytest.mark.engine]
 
 
-def start(outputs: Path, log: Path, *settings: str) -> subprocess.Popen[bytes]:
+@contextmanager
+def running(outputs: Path, log: Path, *settings: str) -> Iterator[subprocess.Popen[bytes]]:
+    """Start a run; if it has not ended by the end of the context, kill it."""
     with log.open("wb") as file:
-        words = [*RLSYS, *small(outputs, *RUN, *settings)]
-        return subprocess.Popen(words, cwd=PROJECT, stdout=file, stderr=subprocess.STDOUT)
+        words = [*RLSYS, *small(outputs, *settings)]
+        process = subprocess.Popen(words, cwd=PROJECT, stdout=file, stderr=subprocess.STDOUT)
+    try:
+        yield process
+    finally:
+        if process.poll() is None:
+            kill_with_all_children(process)
 
 
 def kill_with_all_children(process: subprocess.Popen[bytes]) -> None:
@@ -63,6 +71,14 @@ def wait_until(process: subprocess.Popen[bytes], log: Path, holds: Callable[[], 
     raise AssertionError(log.read_text()[-3000:])
 
 
+def first_step(process: subprocess.Popen[bytes], outputs: Path, log: Path) -> Path:
+    """Wait until a step is recorded. Returns the run's folder."""
+    (metrics,) = wait_until(
+        process, log, lambda: [one for one in outputs.glob("searchr1_tiny_cpu-*/metrics.jsonl") if rows(one)]
+    )
+    return metrics.parent
+
+
 def wait_for(process: subprocess.Popen[bytes], outputs: Path, step: int, log: Path) -> Path:
     """Wait until a checkpoint is published and `step` is recorded. Returns the run's folder."""
 
@@ -79,14 +95,11 @@ def wait_for(process: subprocess.Popen[bytes], outputs: Path, step: int, log: Pa
 @pytest.mark.parametrize("settings", [[], GATEWAY], ids=["native", "gateway"])
 def test_every_prompt_is_trained_or_dropped_once_if_the_run_is_killed(settings: list[str], tmp_path: Path) -> None:
     outputs, log = tmp_path / "outputs", tmp_path / "log"
-    process = start(outputs, log, *settings)
-    try:
+    with running(outputs, log, *RUN, *settings) as process:
         folder = wait_for(process, outputs, 3, log)
-    finally:
-        kill_with_all_children(process)
     before = rows(folder / "prompts.jsonl")
-    process = start(outputs, log, *settings)
-    assert process.wait(LIMIT_S) == 0, log.read_text()[-3000:]
+    with running(outputs, log, *RUN, *settings) as process:
+        assert process.wait(LIMIT_S) == 0, log.read_text()[-3000:]
     assert "resumes after step 2" in log.read_text()
     assert [one.name for one in outputs.iterdir()] == [folder.name]
 
@@ -101,8 +114,7 @@ def test_every_prompt_is_trained_or_dropped_once_if_the_run_is_killed(settings: 
 def test_run_outlives_the_deaths_of_a_megatron_process_and_of_its_search_server(tmp_path: Path) -> None:
     """The run itself ends well; its engines are the same processes throughout."""
     outputs, log = tmp_path / "outputs", tmp_path / "log"
-    process = start(outputs, log)
-    try:
+    with running(outputs, log, *RUN) as process:
         folder = wait_for(process, outputs, 2, log)
         killed = [victim(process, "rlsys.search.server"), victim(process, "ray::SyncHost")]
         engines = [victim(process, "ray::AsyncHost")]
@@ -112,9 +124,6 @@ def test_run_outlives_the_deaths_of_a_megatron_process_and_of_its_search_server(
             time.sleep(0.05)
         assert [victim(process, "ray::AsyncHost")] == engines
         assert process.wait(LIMIT_S) == 0, log.read_text()[-3000:]
-    finally:
-        if process.poll() is None:
-            kill_with_all_children(process)
     begun = {row["fault"]: row["part"] for row in rows(folder / "faults.jsonl") if row["event"] == "began"}
     assert {begun[number] for number in recovered(folder)} >= {"search server"}
     assert any(part.startswith(("actor", "inference")) for part in begun.values())
