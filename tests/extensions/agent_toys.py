@@ -57,6 +57,10 @@ async def returns_text(question: Any, tools: Any, recorder: Recorder) -> Any:
     return f"{question.uid}{tools and ''}"
 
 
+async def exits(question: Any, tools: Any, recorder: Any) -> Finish:
+    raise SystemExit((question, tools, recorder))
+
+
 async def never_returns(question: Any, tools: Any, recorder: Recorder) -> Finish:
     await recorder.generate(answered)
     await asyncio.Event().wait()

@@ -44,18 +44,10 @@ def test_agent_plays_with_the_settings_of_the_config(kind: str, mode: str) -> No
     assert script.stops == {(*DRAWN.stop, ".")}
 
 
-@pytest.mark.parametrize(
-    ("overrides", "code", "key"),
-    [
-        ([f"{KIND}={TOYS}.too_few"], "user_code", KIND),
-        ([f"{KIND}={TOYS}.not_async"], "user_code", KIND),
-        ([f"{KIND}={TOYS}.raises", APPEND], "user_code", KIND),
-        ([f"{KIND}={TOYS}.returns_text", APPEND], "user_code", KIND),
-    ],
-)
-def test_agent_that_cannot_play_is_one_sentence(overrides: list[str], code: Code, key: str) -> None:
-    with refused(code, key) as caught:
-        run(Script(["one"]), task(*overrides))
+@pytest.mark.parametrize("name", ["too_few", "not_async", "raises", "returns_text", "exits"])
+def test_agent_that_cannot_play_is_one_sentence(name: str) -> None:
+    with refused("user_code", KIND) as caught:
+        run(Script(["one"]), task(f"{KIND}={TOYS}.{name}", APPEND))
     assert len(str(caught.value).splitlines()) == 1
 
 
