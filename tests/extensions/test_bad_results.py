@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,13 +14,10 @@ from torch import Tensor
 from rlsys.algorithms import optimizers
 from rlsys.algorithms.kl import KlController
 from rlsys.algorithms.losses import Stats, policy_loss
-from rlsys.data.trajectory import Finish
 from rlsys.orchestrator.pipeline.grouping import finish
-from rlsys.rollout.agent.episode import EpisodeTools, run_episode
 from tests.extensions.hanging_toys import RELEASED
 from tests.extensions.optimizer_toys import Descent
 from tests.extensions.test_algorithms import batch, group
-from tests.rollout.agent.scripted import CODEC, DRAWN, QUESTION, Script
 from tests.support.composed import composed
 from tests.support.refusals import refused
 
@@ -30,6 +26,26 @@ HERE = "tests.extensions.test_bad_results"
 
 def exits(*_arguments: Any) -> Any:
     raise SystemExit(3)
+
+
+def failing(*_arguments: Any) -> Any:
+    return 1 / 0
+
+
+def nothing(*_arguments: Any) -> Any:
+    return None
+
+
+def too_few(episodes: Sequence[Any]) -> Any:
+    return [np.zeros(len(one.trained)) for one in episodes[1:]]
+
+
+def of_wrong_length(episodes: Sequence[Any]) -> Any:
+    return [np.zeros(1) for _ in episodes]
+
+
+def infinite(episodes: Sequence[Any]) -> Any:
+    return [np.full(len(one.trained), np.inf) for one in episodes]
 
 
 def texts(episodes: Sequence[Any]) -> Any:
@@ -57,8 +73,21 @@ def steep(logprobs: Tensor, inputs: Any) -> Tensor:  # noqa: ARG001
     return (logprobs - logprobs.detach()).abs().sqrt()
 
 
-def constant(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
-    return (logprobs - ref_logprobs).square().detach()
+def constant(logprobs: Tensor, other: Any) -> Tensor:  # noqa: ARG001
+    return logprobs.detach()
+
+
+def not_a_number(logprobs: Tensor, inputs: Any) -> Tensor:  # noqa: ARG001
+    return logprobs + float("nan")
+
+
+def of_wrong_shape(logprobs: Tensor, inputs: Any) -> Tensor:  # noqa: ARG001
+    return logprobs.sum()
+
+
+def in_place(logprobs: Tensor, inputs: Any) -> Tensor:
+    inputs.old_logprobs.view(-1)[0] -= 1.0
+    return -logprobs * inputs.advantages
 
 
 def of_a_group(component: str) -> None:
@@ -85,12 +114,17 @@ def trained(*overrides: str) -> Stats:
     return stats
 
 
+ANY = ("exits", "failing", "nothing")
+ADVANTAGES = ("texts", "with_gradient", "imaginary", "too_few", "of_wrong_length", "infinite")
+LOSSES = ("rotated", "elsewhere", "steep", "constant", "not_a_number", "of_wrong_shape")
+
+
 @pytest.mark.parametrize(
     ("key", "call", "name"),
     [
-        *(("algorithm.advantage", of_a_group, name) for name in ("texts", "with_gradient", "imaginary", "exits")),
-        *(("algorithm.policy_loss", of_a_loss, name) for name in ("rotated", "elsewhere", "steep", "exits")),
-        *(("algorithm.kl_estimator", of_a_divergence, name) for name in ("rotated", "constant", "steep", "exits")),
+        *(("algorithm.advantage", of_a_group, name) for name in (*ANY, *ADVANTAGES)),
+        *(("algorithm.policy_loss", of_a_loss, name) for name in (*ANY, *LOSSES, "in_place")),
+        *(("algorithm.kl_estimator", of_a_divergence, name) for name in (*ANY, *LOSSES)),
     ],
 )
 def test_result_that_cannot_be_trained_is_named(key: str, call: Callable[[str], Any], name: str) -> None:
@@ -98,16 +132,6 @@ def test_result_that_cannot_be_trained_is_named(key: str, call: Callable[[str], 
         call(f"{HERE}.{name}")
     assert f"{HERE}.{name} " in str(caught.value)
     assert "\n" not in str(caught.value)
-
-
-async def leaves(question: Any, tools: Any, recorder: Any) -> Finish:  # noqa: ARG001
-    raise SystemExit(3)
-
-
-def test_agent_that_exits_is_named() -> None:
-    config, script = composed(f"task.agent={HERE}.leaves").task, Script(["one"])
-    with refused("user_code", "task.agent.kind"):
-        asyncio.run(run_episode(QUESTION, 3, EpisodeTools(script, script, CODEC, config), DRAWN))
 
 
 class HangsInStep(Descent):

@@ -21,7 +21,7 @@ from rlsys.config.algorithm import AlgorithmConfig
 from rlsys.config.compose import as_dict, differences
 from rlsys.config.schema import RunConfig
 from rlsys.data.trajectory import Group
-from rlsys.errors import RunError, UserError, root_cause
+from rlsys.errors import RunError
 from rlsys.observe.records import read_metrics
 from rlsys.observe.trackers import OwnMetrics, open_trackers
 from rlsys.orchestrator.pipeline.grouping import finish, over_mini_batch
@@ -29,7 +29,7 @@ from rlsys.search.index.backend import BackendRetriever
 from rlsys.search.index.make import make_index, recipe
 from tests.extensions import hanging_toys
 from tests.extensions.test_algorithms import batch, group
-from tests.extensions.test_schedule import config_of, run
+from tests.extensions.test_schedule import assert_named
 from tests.search.gated import in_process
 from tests.support.composed import composed
 from tests.support.refusals import refused
@@ -80,13 +80,7 @@ def test_algorithm_that_hangs_is_named(key: str, name: str, call: Callable[[Algo
 
 @pytest.mark.parametrize("name", ["HangsAtAdmission", "HangsAtPriority"])
 def test_schedule_that_hangs_ends_the_run_with_its_name(name: str) -> None:
-    """`run` checks that no prompt is lost."""
-    with pytest.raises(ExceptionGroup) as caught:
-        run(config_of(f"{TOYS}.{name}", "trainer.schedule.timeout_s=0.05"))
-    error = root_cause(caught.value)
-    assert isinstance(error, UserError)
-    assert (error.code, error.key) == ("user_code", "trainer.schedule.kind")
-    assert f"{TOYS}.{name} " in str(error)
+    assert_named(f"{TOYS}.{name}", "trainer.schedule.timeout_s=0.05")
 
 
 def test_metric_and_tracker_that_hang_are_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
