@@ -62,17 +62,15 @@ def text(groups):
 """
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "tracking_toys.py").write_text(FILE)
     monkeypatch.syspath_prepend(tmp_path)
     return tmp_path
 
 
-def config_of(folder: Path, *overrides: str) -> RunConfig:
-    paths = (f"{key}={folder}" for key in ("model.path", "task.train_path", "task.eval_path"))
-    quiet = ("tracking.wandb=false", "tracking.tensorboard=false")
-    return composed(*paths, *quiet, *overrides)
+def config_of(*overrides: str) -> RunConfig:
+    return composed("tracking.wandb=false", "tracking.tensorboard=false", *overrides)
 
 
 def group(*answers: str) -> Group:
@@ -81,7 +79,7 @@ def group(*answers: str) -> Group:
 
 
 def test_tracker_gets_every_row_and_one_that_fails_is_left_out(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
-    config = config_of(folder, "tracking.trackers=[{kind: tracking_toys.Rows, prefix: a}, tracking_toys.Breaks]")
+    config = config_of("tracking.trackers=[{kind: tracking_toys.Rows, prefix: a}, tracking_toys.Breaks]")
     trackers = open_trackers(config.tracking, folder, {})
     with caplog.at_level(logging.WARNING):
         for step in (1, 2):
@@ -97,7 +95,7 @@ def test_tracker_gets_every_row_and_one_that_fails_is_left_out(folder: Path, cap
 
 def test_every_tracker_of_a_class_gets_every_row_under_a_name_of_its_own(folder: Path) -> None:
     twice = "{kind: tracking_toys.Named, prefix: a}, {kind: tracking_toys.Named, prefix: b}"
-    trackers = open_trackers(config_of(folder, f"tracking.trackers=[{twice}]").tracking, folder, {})
+    trackers = open_trackers(config_of(f"tracking.trackers=[{twice}]").tracking, folder, {})
     trackers.log(1, {"loss": 0.5})
     trackers.close()
     import tracking_toys
@@ -106,11 +104,9 @@ def test_every_tracker_of_a_class_gets_every_row_under_a_name_of_its_own(folder:
     assert trackers.ids == {"tracking_toys.Named": "mine", "tracking_toys.Named[1]": "mine"}
 
 
-def test_metrics_are_named_by_their_functions_and_one_that_fails_is_left_out(
-    folder: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_metrics_are_named_by_their_functions_and_one_that_fails_is_left_out(caplog: pytest.LogCaptureFixture) -> None:
     names = "[{kind: tracking_toys.count, factor: 2}, tracking_toys.failing, tracking_toys.text]"
-    own = OwnMetrics(config_of(folder, f"tracking.metrics={names}").tracking.metrics)
+    own = OwnMetrics(config_of(f"tracking.metrics={names}").tracking.metrics)
     with caplog.at_level(logging.WARNING):
         assert [own.of([group("a")]), own.of([group("a"), group("b")])] == [{"own/count": 2.0}, {"own/count": 4.0}]
     failed = [record.args[0] for record in caplog.records if isinstance(record.args, tuple)]
@@ -125,9 +121,9 @@ def test_metrics_are_named_by_their_functions_and_one_that_fails_is_left_out(
         ("tracking.trackers=[examples.extend.tracker.Table]", "missing", "tracking.trackers[0].columns"),
     ],
 )
-def test_component_that_cannot_work_is_refused(folder: Path, override: str, code: Code, key: str) -> None:
+def test_component_that_cannot_work_is_refused(override: str, code: Code, key: str) -> None:
     with refused(code, key):
-        config_of(folder, override)
+        config_of(override)
 
 
 @pytest.mark.parametrize(
@@ -141,15 +137,15 @@ def test_component_that_cannot_work_is_refused(folder: Path, override: str, code
     ],
 )
 def test_component_that_cannot_work_with_the_others_is_a_problem_of_the_config(
-    folder: Path, override: str, problem: tuple[str, str] | None
+    override: str, problem: tuple[str, str] | None
 ) -> None:
-    found = {(one.key, one.code) for one in find_problems(config_of(folder, override))}
+    found = {(one.key, one.code) for one in find_problems(config_of(override))}
     assert {one for one in found if one[0].startswith("tracking")} == ({problem} if problem else set())
 
 
 def test_examples_write_a_table_and_count_words(folder: Path) -> None:
     table = "{kind: examples.extend.tracker.Table, columns: [loss, time]}"
-    config = config_of(folder, f"tracking.trackers=[{table}]", "tracking.metrics=[examples.extend.metric.answer_words]")
+    config = config_of(f"tracking.trackers=[{table}]", "tracking.metrics=[examples.extend.metric.answer_words]")
     trackers = open_trackers(config.tracking, folder, {})
     trackers.log(1, {"loss": 0.5, "time": 2.0})
     trackers.log_evaluation(1, {"eval/em": 1.0})
