@@ -6,10 +6,10 @@ import sys
 from pathlib import Path
 
 import pytest
-import typer
 from typer.testing import CliRunner
 
 from rlsys.apps.cli import chat
+from rlsys.apps.cli.main import app
 from rlsys.config.compose import as_dict, load_config
 from rlsys.errors import Code
 from tests.support.chat import write_rows
@@ -33,12 +33,9 @@ QUESTIONS = ["What is the country of Bielefeld?", "Iquique is in a country with 
 def test_wrong_arguments_are_refused(
     arguments: tuple[object, ...], code: Code, key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    app = typer.Typer()
-    app.command()(chat.command)
     monkeypatch.chdir(tmp_path)
-    outcome = CliRunner().invoke(app, ["--model", *map(str, arguments)])
     with refused(code, key):
-        raise outcome.exception or AssertionError(outcome.output)
+        CliRunner().invoke(app, ["chat", "--model", *map(str, arguments)], catch_exceptions=False)
 
 
 @pytest.mark.slow

@@ -6,14 +6,12 @@ import json
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
-import typer
 from typer.testing import CliRunner
 
 from examples.agents import openai_sdk
-from rlsys.apps.cli import evaluate as cli
+from rlsys.apps.cli.main import app
 from rlsys.apps.evaluation.evaluation_inputs import EvaluationMethod
 from rlsys.apps.evaluation.execution import run_evaluation
 from rlsys.config.compose import load_config
@@ -67,10 +65,9 @@ async def test_agents_keep_their_time(config: RunConfig) -> None:
     assert [finish for *_, finish in late] == [Finish.ABORTED] * 3
 
 
-def call(*words: object) -> Any:
-    app = typer.Typer()
-    app.command()(cli.command)
-    return CliRunner().invoke(app, ["-c", "searchr1_tiny_cpu", *map(str, words)])
+def call(*words: object) -> None:
+    done = CliRunner().invoke(app, ["eval", "-c", "searchr1_tiny_cpu", *map(str, words)], catch_exceptions=False)
+    assert done.exit_code == 0, done.output
 
 
 @pytest.mark.parametrize(
@@ -86,7 +83,7 @@ def call(*words: object) -> Any:
 )
 def test_options_that_contradict_each_other_are_refused(words: tuple[object, ...], code: Code, key: str) -> None:
     with refused(code, key):
-        raise call(*words, "--model", POLICY).exception or AssertionError
+        call(*words, "--model", POLICY)
 
 
 @pytest.mark.slow
@@ -95,8 +92,7 @@ def test_command_writes_the_results_of_any_agent(config: RunConfig, tmp_path: Pa
     rows.write_text("".join(json.dumps({"question": one.text, "golden_answers": ["x"]}) + "\n" for one in QUESTIONS))
     words = ("--agent-command", "python -m examples.agents.plain_http", "--engine", "transformers", "--limit", 2)
     usual = ("--model", POLICY, "--data", rows, "--out", tmp_path / "out", "algorithm.advantage=gae")
-    done = call(*words, *usual, f"search.url={config.search.url}", "task.agent.concurrency=2")
-    assert done.exit_code == 0, done.exception
+    call(*words, *usual, f"search.url={config.search.url}", "task.agent.concurrency=2")
     results = json.loads((tmp_path / "out" / "results.json").read_text())
     agent = results["settings"]["config"]["task"]["agent"]
     assert (agent["command"], agent["concurrency"]) == (["python", "-m", "examples.agents.plain_http"], 2)

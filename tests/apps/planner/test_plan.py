@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
@@ -12,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
-from rlsys.apps.cli.main import main
+from rlsys.apps.cli.main import app
 from rlsys.apps.planner.answer import Machines, Planner, machines_of, with_shape
 from rlsys.apps.planner.whole_run import evaluation_s, whole_run
 from rlsys.apps.planner.workload import Workload
@@ -192,37 +192,25 @@ def test_machines_and_assumptions_that_cannot_be_are_refused(
         (["--on", "16xH100"], "mismatch", "cluster.placement"),
         (["--assume", "turn=many"], "out_of_range", "--assume"),
         (["--calibrate", "/none/such"], "not_found", "/none/such"),
-        (["--bench", "/none/such"], "not_found", "/none/such"),
+        (["--bench", "/none/such"], "not_found", "--bench"),
         (["model.path=/none/such"], "not_found", "model.path"),
         (["cluster.device_memory_gib=10"], "conflict", "cluster.device_memory_gib"),
         (["cluster.placement.rollout='4-5'"], "conflict", "cluster.placement.inference"),
     ],
 )
-def test_mistakes_are_refused_in_one_sentence(
-    words: list[str], code: Code, key: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(sys, "argv", ["rlsys", "plan", "-c", "searchr1_qwen2.5_3b_1node", *words])
-    with pytest.raises(SystemExit) as ended:
-        main()
-    printed = capsys.readouterr().err.strip()
-    assert ended.value.code == 2
-    assert printed.endswith(f"[{code}]")
-    assert key in printed
-    assert "\n" not in printed
+def test_mistakes_are_refused(words: list[str], code: Code, key: str) -> None:
+    with refused(code, key):
+        CliRunner().invoke(app, ["plan", "-c", "searchr1_qwen2.5_3b_1node", *words], catch_exceptions=False)
 
 
 @pytest.mark.parametrize("form", ["table", "json"])
-def test_command_prints_the_prediction_and_writes_it_where_a_report_finds_it(
-    form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_command_prints_the_prediction_and_writes_it_where_a_report_finds_it(form: str, tmp_path: Path) -> None:
     run, page = made_run(tmp_path / "run"), tmp_path / "plan.html"
     words = ["plan", "-c", "searchr1_qwen2.5_3b_1node", "--on", "8xH200", *FEW]
     words += ["--json"] if form == "json" else ["--html", str(page), "--save", str(run)]
-    monkeypatch.setattr(sys, "argv", ["rlsys", *words])
-    with pytest.raises(SystemExit) as ended:
-        main()
-    printed = capsys.readouterr().out
-    assert not ended.value.code
+    done = CliRunner().invoke(app, words, catch_exceptions=False)
+    printed = done.stdout
+    assert done.exit_code == 0, done.output
     if form == "json":
         found = json.loads(printed)
         assert found["device"] == "H200"
