@@ -34,32 +34,28 @@ def one_at_a_time(
     return simulated(config, replace(costs, **changes), measured=6, whole=whole)
 
 
-@pytest.mark.parametrize(("rollout", "training", "inference"), [(8, 1, 2), (1, 8, 2), (2, 1, 8), (5, 5, 0.1)])
-def test_without_tails_and_with_deep_buffers_the_slowest_stage_is_the_step(
-    rollout: float, training: float, inference: float
+@pytest.mark.parametrize(
+    ("rollout", "training", "inference", "staleness", "whole", "expected"),
+    [
+        # With deep buffers, the slowest stage.
+        (8, 1, 2, 4, False, 8),
+        (1, 8, 2, 4, False, 8),
+        (2, 1, 8, 4, False, 8),
+        (5, 5, 0.1, 4, False, 5),
+        # If all stages are equally long, the push of each step waits for a whole call of the inference group.
+        (5, 5, 5, 4, False, 5 + 5 / 4),
+        # Four groups of 0.75 s one after the other; then the last group alone is scored and trained.
+        (3, 2, 1, 0, False, 3 + 0.25 + 0.5),
+        # Whole steps, and sequential stages, add up.
+        (3, 2, 1, 0, True, 3 + 2 + 1),
+        (3, 2, 1, None, False, 3 + 2 + 1),
+    ],
+)
+def test_step_without_tails_by_hand(
+    rollout: float, training: float, inference: float, staleness: int | None, whole: bool, expected: float
 ) -> None:
-    found = one_at_a_time(rollout, training, inference, staleness=4)
-    assert found.step_s == pytest.approx(max(rollout, training, inference), rel=0.02)
-
-
-def test_push_waits_for_the_log_probs_that_are_computed() -> None:
-    """If all stages are equally long, the push of each step waits for a whole call of the inference group."""
-    assert one_at_a_time(5, 5, 5, staleness=4).step_s == pytest.approx(5 + 5 / 4, rel=0.01)
-
-
-def test_sequential_stages_add_up() -> None:
-    found = one_at_a_time(3, 2, 1, staleness=None)
-    assert found.step_s == pytest.approx(3 + 2 + 1, rel=0.01)
-
-
-def test_pipelined_step_is_between_the_slowest_stage_and_the_sum() -> None:
-    """Four groups of 0.75 s one after the other; then the last group alone is scored for 0.25 s and trained for 0.5 s."""
-    found = one_at_a_time(3, 2, 1, staleness=0)
-    assert found.step_s == pytest.approx(3 + 0.25 + 0.5, rel=0.01)
-
-
-def test_whole_steps_are_scored_and_trained_when_all_their_groups_have_ended() -> None:
-    assert one_at_a_time(3, 2, 1, staleness=0, whole=True).step_s == pytest.approx(3 + 2 + 1, rel=0.01)
+    found = one_at_a_time(rollout, training, inference, staleness, whole)
+    assert found.step_s == pytest.approx(expected, rel=0.02)
 
 
 def test_sync_and_start_of_a_step_are_added_where_nothing_hides_them() -> None:
