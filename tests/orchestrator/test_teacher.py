@@ -108,8 +108,8 @@ async def test_openai_compatible_server_gives_the_same(server: Server, monkeypat
     more: Body = {"api": TeacherApi.openai, "served_model": "big", "token_env": "TEACHER_KEY"}
     (found,), _ = await scored(settings(f"{server.url}/v1/", **more), [EPISODE])
     assert_array_equal(found, np.where(EPISODE.trajectory.loss_mask, BY_HAND[:6], 0).astype(np.float32))
-    ((path, body, key),) = server.seen
-    assert (path, key) == ("/v1/completions", "Bearer secret")
+    ((path, body, headers),) = server.seen
+    assert (path, headers["Authorization"]) == ("/v1/completions", "Bearer secret")
     assert (body["model"], body["prompt"], body["echo"], body["logprobs"]) == ("big", [5, 6, 7, 8, 9], True, 1)
 
 

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from email.message import Message
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -40,7 +41,8 @@ class Server:
 
     answer: Answer
     statuses: list[int] = field(default_factory=list)
-    seen: list[tuple[str, Body, str | None]] = field(default_factory=list)
+    seen: list[tuple[str, Body, Message]] = field(default_factory=list)
+    """Path, body and headers of each request."""
     url: str = ""
 
     @property
@@ -56,7 +58,7 @@ def served(answer: Answer) -> Iterator[Server]:
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            server.seen.append((self.path, body, self.headers["Authorization"]))
+            server.seen.append((self.path, body, self.headers))
             code = server.statuses.pop() if server.statuses else 200
             content = json.dumps(server.answer(body) if code == 200 else "busy").encode()
             with suppress(ConnectionError):  # The client may have left.

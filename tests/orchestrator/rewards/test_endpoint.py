@@ -8,13 +8,13 @@ from collections.abc import AsyncIterator
 
 import httpx
 import pytest
-from aiohttp import web
 
 from rlsys.apps.planner.virtual_time import now, run_virtually
 from rlsys.errors import Code, RunError
 from rlsys.orchestrator.rewards.judge import ChatEndpoint
 from tests.orchestrator.rewards.chat import Chat, completion, settings, status
 from tests.support.refusals import refused
+from tests.support.serving import served
 
 
 def ask(chat: Chat, **changes: object) -> str:
@@ -135,27 +135,14 @@ async def test_request_on_a_real_connection_has_the_key_and_no_proxy(
 ) -> None:
     monkeypatch.setenv("JUDGE_KEY", "secret-key")
     monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:1")
-    seen = []
-
-    async def chat(request: web.Request) -> web.Response:
-        seen.append((request.headers["Authorization"], request.headers["Accept-Encoding"], await request.json()))
-        return web.json_response({"choices": [{"message": {"content": "Yes."}}]})
-
-    app = web.Application()
-    app.router.add_post("/v1/chat/completions", chat)
-    runner = web.AppRunner(app)
-    await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", 0)
-    await site.start()
-    host, port = runner.addresses[0]
-    endpoint = ChatEndpoint(settings(url=f"http://{host}:{port}/v1", token_env="JUDGE_KEY"))
-    try:
+    with served(lambda _: {"choices": [{"message": {"content": "Yes."}}]}) as server:
+        endpoint = ChatEndpoint(settings(url=f"{server.url}/v1", token_env="JUDGE_KEY"))
         with caplog.at_level(logging.DEBUG):
             assert await endpoint.ask("Ségou?") == "Yes."
-    finally:
         await endpoint.close()
-        await runner.cleanup()
     messages = [{"role": "user", "content": "Ségou?"}]
     sent = {"model": "grader", "messages": messages, "temperature": 0}
-    assert seen == [("Bearer secret-key", "identity", sent)]
+    ((path, body, headers),) = server.seen
+    assert (path, body) == ("/v1/chat/completions", sent)
+    assert (headers["Authorization"], headers["Accept-Encoding"]) == ("Bearer secret-key", "identity")
     assert "secret-key" not in caplog.text
