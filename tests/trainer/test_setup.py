@@ -14,7 +14,7 @@ from rlsys.config.schema import Layers, ModelConfig, ParallelConfig
 from rlsys.observe.environment import Capabilities
 from rlsys.trainer import cpu_support
 from rlsys.trainer.mesh import mesh_coordinates
-from rlsys.trainer.model.layers import choose_layers, fuse_accumulation, kernel_settings
+from rlsys.trainer.model.layers import choose_layers, fuse_accumulation, kernel_settings, repeat_empty_states
 from rlsys.trainer.model.stage_model import transformer_config
 from rlsys.weights.weight_map import architecture_of, read_architecture
 from tests.support.megatron_processes import Group, on_ranks
@@ -66,6 +66,25 @@ def test_accumulation_is_fused_without_apex_in_the_layers_that_can(
         torch.nn.Sequential(torch.nn.Sequential(of_te), output), ModelConfig("m", fusions=fusions), layers
     )
     assert [getattr(module, "fuse_wgrad_accumulation", None) for module in (of_te, output)] == fuses
+
+
+def test_experts_share_the_empty_state_of_fp8_layers() -> None:
+    """With FP8, Megatron would look for scales in the state, but this recipe has none (Transformer Engine 2.20)."""
+
+    class Grouped(torch.nn.Module):
+        fp8, num_gemms = True, 3
+
+        def _split_extra_state(self, state: torch.Tensor) -> list[Any]:
+            decoded: Any = None if not state.numel() else state
+            return list(decoded["extra_fp8_variables"])
+
+    module = torch.nn.Sequential(torch.nn.Linear(2, 2), Grouped())
+    repeat_empty_states(module)
+    state = torch.empty(0, dtype=torch.uint8)
+    split = module[1]._split_extra_state(state)
+    assert [one is state for one in split] == [True] * 3
+    with pytest.raises(ValueError, match="state"):
+        module[1]._split_extra_state(torch.ones(1, dtype=torch.uint8))
 
 
 def test_first_micro_batch_never_overwrites_a_fused_gradient() -> None:

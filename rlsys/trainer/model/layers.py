@@ -137,6 +137,23 @@ def fuse_accumulation(module: torch.nn.Module, model: ModelConfig, layers: Layer
                 layer.fuse_wgrad_accumulation = True
 
 
+def repeat_empty_states(module: torch.nn.Module) -> None:
+    """Make layers of Transformer Engine that hold several experts save their empty state once for each.
+
+    The FP8 recipe has no state between passes, and Transformer Engine 2.20 returns an empty tensor. Megatron would
+    search it for the scales of each expert.
+    """
+
+    def split(layer: Any, state: Tensor) -> list[Tensor]:
+        if state.numel():
+            raise ValueError("The FP8 recipe has a state, which must be split between experts.")
+        return [state] * layer.num_gemms
+
+    for layer in module.modules():
+        if hasattr(layer, "_split_extra_state"):
+            layer._split_extra_state = partial(split, layer)
+
+
 def transformer_config(
     architecture: Architecture, model: ModelConfig, parallel: ParallelConfig, kernels: Mapping[str, Any]
 ) -> TransformerConfig:

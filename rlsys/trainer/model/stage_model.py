@@ -54,6 +54,7 @@ from rlsys.trainer.model.layers import (
     fuse_accumulation,
     inverse_frequencies,
     kernel_settings,
+    repeat_empty_states,
     transformer_config,
 )
 from rlsys.trainer.model.logprobs import VocabShard
@@ -188,6 +189,7 @@ class StageModel:
             accept_routes(module.decoder)
         if self.lora is None:  # Frozen weights have no gradients.
             fuse_accumulation(module, model, layers)
+        repeat_empty_states(module)
         # Megatron supports scaled frequencies for a single kind of model only.
         if not architecture.kv_lora_rank:  # Otherwise, positions belong to the layers.
             module.rotary_pos_emb.inv_freq.copy_(inverse_frequencies(architecture))
