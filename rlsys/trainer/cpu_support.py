@@ -1,16 +1,16 @@
 """Makes Megatron-core run without CUDA: the only place where a library is changed at run time.
 
-Megatron-core 0.16 hard-codes "cuda" in its source. Without CUDA, `enable` rewrites these constants in the functions of
+Megatron-core 0.16 hard-codes "cuda" in its source. Without CUDA, `adapt` rewrites these constants in the functions of
 a fixed list of megatron.core modules:
 
     torch.cuda.X    -> torch.cpu.X      (torch.cpu mirrors the functions in use)
     tensor.cuda()   -> tensor.cpu()
     device="cuda"   -> device="cpu"
 
-`enable` changes the functions' code objects, not the functions, so it works even if other modules have already imported
-the functions. Megatron's random-generator and expert-dispatch helpers are replaced as well. With CUDA, `enable` is a
-no-op but for `_tell_that_transformer_engine_is_missing`. If a function to change is missing, `enable` raises: an
-unsupported Megatron-core fails at startup, not in the middle of a run.
+`adapt` changes the functions' code objects, not the functions, so it works even if other modules have already imported
+the functions. Megatron's random-generator and expert-dispatch helpers are replaced as well. With CUDA, `adapt` changes
+nothing but the flag of `_tell_that_transformer_engine_is_missing`. If a function to change is missing, `adapt` raises:
+an unsupported Megatron-core fails at startup, not in the middle of a run.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ _NAMES = {
     **{f"torch.cuda.{kind}": f"torch.{kind}" for kind in ("FloatTensor", "HalfTensor", "BFloat16Tensor")},
 }
 _MARK = "_rewritten_for_cpu"
-"""Attribute that marks rewritten functions, so that a second `enable` recognises them."""
+"""Attribute that marks rewritten functions, so that a second `adapt` recognises them."""
 _RNG_STATE_FUNCTIONS = ("_get_cuda_rng_state", "_set_cuda_rng_state")
 
 
@@ -70,8 +70,8 @@ class UnsupportedMegatron(RuntimeError):
     """Raised if the installed Megatron-core is not the version that this module makes run without CUDA."""
 
 
-def enable() -> None:
-    """Make megatron.core run on the CPU; almost a no-op with CUDA. Raises UnsupportedMegatron."""
+def adapt() -> None:
+    """Adapt megatron.core to a machine without CUDA or Transformer Engine. Raises UnsupportedMegatron."""
     _tell_that_transformer_engine_is_missing(importlib.import_module(_CORE + "transformer.multi_latent_attention"))
     if torch.cuda.is_available():
         return

@@ -123,6 +123,7 @@ def start(rendezvous: Rendezvous, parallel: ParallelConfig, seed: int) -> MeshCo
 
 
 def _choose_device(rendezvous: Rendezvous) -> None:
+    """Choose this process's device, and adapt Megatron to it. Raises UserError if the machine lacks `device`."""
     # Set before any use of CUDA. On GPUs up to Hopper, Megatron relies on this setting: kernels start in launch order,
     # so communication kernels start before the compute kernels that overlap them.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
@@ -135,15 +136,14 @@ def _choose_device(rendezvous: Rendezvous) -> None:
                 key="cluster.device",
             )
         torch.cuda.set_device(rendezvous.rank % visible)
-        return
-    if visible:
+    elif visible:
         raise UserError(
             'cluster.device is cpu, but CUDA devices are visible: set CUDA_VISIBLE_DEVICES="", or set cluster.device '
             "to gpu.",
             code="conflict",
             key="cluster.device",
         )
-    cpu_support.enable()
+    cpu_support.adapt()
 
 
 def stop() -> None:

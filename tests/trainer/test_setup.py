@@ -10,10 +10,10 @@ from megatron.core.models.common.embeddings import rope_utils
 from transformers import PretrainedConfig
 
 from rlsys.cluster.planning.placement import parallel_problems
-from rlsys.config.schema import Layers, ModelConfig, ParallelConfig
+from rlsys.config.schema import Device, Layers, ModelConfig, ParallelConfig
 from rlsys.observe.environment import Capabilities
-from rlsys.trainer import cpu_support
-from rlsys.trainer.mesh import mesh_coordinates
+from rlsys.trainer import cpu_support, mesh
+from rlsys.trainer.mesh import Rendezvous, mesh_coordinates
 from rlsys.trainer.model.layers import choose_layers, fuse_accumulation, kernel_settings, repeat_empty_states
 from rlsys.trainer.model.stage_model import transformer_config
 from rlsys.weights.weight_map import architecture_of, read_architecture
@@ -144,24 +144,28 @@ def test_first_stage_without_experts_is_refused_in_a_model_that_has_some() -> No
 
 def _on_the_real_megatron(_: Group) -> None:
     from megatron.core.pipeline_parallel import schedules
+    from megatron.core.transformer import multi_latent_attention
 
     function = schedules.forward_backward_no_pipelining
     before = function.__code__
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch.cuda, "is_available", lambda: True)
-        cpu_support.enable()
-        assert function.__code__ is before, "with CUDA nothing may change"
+        for name, value in {"is_available": True, "device_count": 1, "set_device": None}.items():
+            patch.setattr(torch.cuda, name, lambda *_, value=value: value)
+        patch.setattr(multi_latent_attention, "HAVE_TE", True)
+        mesh._choose_device(Rendezvous(0, 1, "127.0.0.1", 0, Device.gpu, 1.0))
+        assert function.__code__ is before, "with CUDA nothing else may change"
+        assert not multi_latent_attention.HAVE_TE, "its layers would look for mocks"
     with pytest.MonkeyPatch.context() as patch:
         patch.delattr(schedules, "forward_backward_no_pipelining")
         with pytest.raises(cpu_support.UnsupportedMegatron, match="forward_backward_no_pipelining"):
-            cpu_support.enable()
-    cpu_support.enable()
-    cpu_support.enable()
+            cpu_support.adapt()
+    cpu_support.adapt()
+    cpu_support.adapt()
     assert "cuda" in before.co_consts
     assert "cuda" not in function.__code__.co_consts
 
 
-def test_cpu_support_refuses_another_megatron_and_changes_nothing_with_cuda() -> None:
+def test_cpu_support_refuses_another_megatron_and_with_cuda_only_tells_that_the_engine_is_missing() -> None:
     on_ranks(_on_the_real_megatron, 1)
 
 
