@@ -34,6 +34,7 @@ from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorMetadata
 
 from rlsys.files import remove_shared_memory
 from rlsys.rollout import sglang_entry
+from rlsys.rollout.memory_saver import start_variables
 from rlsys.weights.sockets import INTERFACE_VARIABLES, listener
 from rlsys.weights.transport import Bucket
 
@@ -67,13 +68,16 @@ class SglangProcess:
         # An engine's ranks are on one machine, but SGLang's own store would listen on all interfaces.
         descriptor, port = listener(_HERE, 0)
         self._store = dist.TCPStore(_HERE, port, is_master=True, wait_for_workers=False, master_listen_fd=descriptor)
-        at_the_store = {
+        variables = {
             "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE": "env://",
             "MASTER_ADDR": _HERE,
             "MASTER_PORT": str(port),
             "TORCHELASTIC_USE_AGENT_STORE": "True",
+            **dict(zip(INTERFACE_VARIABLES, ("lo", "=lo"), strict=True)),
         }
-        with _environment(at_the_store | dict(zip(INTERFACE_VARIABLES, ("lo", "=lo"), strict=True))):
+        if arguments.get("enable_memory_saver"):
+            variables |= start_variables()
+        with _environment(variables):
             self.engine = _Engine(**arguments)
         self._manager = self.engine.tokenizer_manager
         self._device = torch.device("cpu" if on_cpu else "cuda:0")

@@ -40,7 +40,7 @@ from rlsys.config.derived import (
     train_files,
 )
 from rlsys.config.problems import Problem
-from rlsys.config.schema import Attention, Device, Layers, RunConfig, SearchConfig, SyncMode
+from rlsys.config.schema import Attention, Device, Layers, Mode, RunConfig, SearchConfig, SglangConfig, SyncMode
 from rlsys.data.question import Question, read_questions
 from rlsys.errors import UserError
 from rlsys.files import SHARED_MEMORY
@@ -283,6 +283,7 @@ def _device_findings(config: RunConfig, wanted: int, machine: ThisMachine) -> It
     yield from _problem_findings(problems) or [ok("capabilities", "everything that the settings need is installed")]
     if on_gpus:
         yield from _cudnn_findings(config, machine)
+        yield from _memory_saver_findings(config, machine)
     if on_gpus and machine.capabilities.nccl:
         reach = "connections between GPUs and machines are only tested when the run starts"
         yield note("NCCL", f"in torch {machine.capabilities.torch}; {reach}")
@@ -335,6 +336,15 @@ def _cudnn_findings(config: RunConfig, machine: ThisMachine) -> Iterator[Finding
     found = f"that of torch would load libraries of another version: {shown}" if foreign else "only that of torch"
     fix = "take their folder out of LD_LIBRARY_PATH or uninstall that cuDNN, or set model.attention=flash"
     yield _ok_or_wrong(not foreign, "cuDNN", found, fix)
+
+
+def _memory_saver_findings(config: RunConfig, machine: ThisMachine) -> Iterator[Finding]:
+    """Check that the processes of an engine that sleeps start with SGLang's memory saver, if it is installed."""
+    sleeps = config.cluster.mode is Mode.colocated and isinstance(config.rollout.engine, SglangConfig)
+    here = machine.capabilities
+    if sleeps and here.cuda_devices and here.torch_memory_saver is not None:
+        failure = machine.memory_saver_failure()
+        yield _ok_or_wrong(not failure, "memory saver", failure or "a process starts with it", INSTALL[Device.gpu])
 
 
 def _driver(driver: str, cuda: str | None) -> Finding:

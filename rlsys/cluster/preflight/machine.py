@@ -34,6 +34,7 @@ from rlsys.cluster.local_ray import require_listener
 from rlsys.config.schema import SearchConfig
 from rlsys.errors import RunError, UserError
 from rlsys.observe.environment import Capabilities, detect, version_of
+from rlsys.rollout.memory_saver import start_failure
 
 _GIB = 1024**3
 _DRIVER_S, _CONNECT_S, _RAY_S, _SEARCH_S = 15.0, 3.0, 60.0, 10.0
@@ -136,6 +137,10 @@ class ThisMachine:
         if version is None or home is None:
             return []
         return foreign_cudnn(Path(home, "lib"), version, os.environ.get("LD_LIBRARY_PATH", ""), _loader_cache())
+
+    def memory_saver_failure(self) -> str:
+        """Return why a process cannot start with torch-memory-saver, which must be installed; empty if it can."""
+        return start_failure()
 
     def disk(self, path: Path) -> Disk:
         """Return the file system of `path`, which need not exist. Raises Unseen if it cannot be examined."""

@@ -85,6 +85,7 @@ def machine(
     answers: Mapping[str, SearchAnswer] = {},
     differs: str = "",
     cudnn: Sequence[Path] | Unseen = (),
+    memory_saver: str = "",
 ) -> Mock:
     """Return mock probes of a node of eight H100 that lacks nothing by default.
 
@@ -98,6 +99,7 @@ def machine(
     made.port_is_free.return_value = True
     made.ray.return_value = cluster
     made.search_differs.return_value = differs
+    made.memory_saver_failure.return_value = memory_saver
     made.foreign_cudnn = Mock(side_effect=cudnn) if isinstance(cudnn, Unseen) else Mock(return_value=list(cudnn))
 
     def search(settings: SearchConfig, _question: str) -> tuple[SearchAnswer, ...]:
@@ -177,6 +179,18 @@ def test_second_cudnn_is_wrong_for_layers_that_use_cudnn(
     assert wrong_findings(node_run(*overrides), machine(here=here)) == {}
     found = findings_of(node_run(*overrides), machine(here=here, cudnn=Unseen("ldconfig did not respond")))
     assert [what for what, finding in found.items() if finding.state is FindingState.unknown] == named
+
+
+def test_memory_saver_that_does_not_start_is_wrong_for_engines_that_sleep(node_run: Compose) -> None:
+    colocated = node_run("cluster=one_node_8_colocated", "trainer.schedule.kind=sequential")
+    said = "true: error while loading shared libraries: libcudart.so.13"
+    ((named, finding),) = wrong_findings(colocated, machine(memory_saver=said)).items()
+    assert (named, finding.found) == ("memory saver", said)
+    assert finding.fix
+    assert wrong_findings(colocated, machine()) == {}
+    assert wrong_findings(node_run(), machine(memory_saver=said)) == {}
+    absent = machine(here=replace(BARE_H100, torch_memory_saver=None), memory_saver=said)
+    assert "memory saver" not in wrong_findings(colocated, absent), "the package is missing, and named"
 
 
 OTHER_PROCESS = GpuProcess("GPU-0", 7, "python", 69.0)
