@@ -36,10 +36,10 @@ FLUSH_TIMEOUT_S = 30.0
 """Maximum time for aborted requests to leave SGLang's scheduler before the engine sleeps."""
 PREFILL_TOKENS = 8192
 """Tokens that an engine prefills at a time on a GPU of 60 to 160 GB (SGLang's `chunked_prefill_size`)."""
-_MIB, _GIB = 1024**2, 1024**3
-_DECODE_GRAPH_BYTES, _PREFILL_GRAPHS_BYTES = 2 * _MIB, 58 * 8 * _MIB
-"""CUDA graphs of an engine, as SGLang 0.5.21 reserves for them (`reserve_for_graph_mb`): 2 MiB for each request of the
-largest decode batch, and 8 MiB for each of the 58 prefill sizes up to `PREFILL_TOKENS`."""
+_GIB = 1024**3
+_GRAPH_BYTES = 2 * 1024**2
+"""CUDA graphs for each request of the largest decode batch, as SGLang 0.5.21 reserves for them
+(`reserve_for_graph_mb`)."""
 
 
 class SglangEngine(RolloutEngine):
@@ -78,7 +78,7 @@ class SglangEngine(RolloutEngine):
         engine = config.rollout.engine
         assert isinstance(engine, SglangConfig)
         item = 2 if engine.dtype is Dtype.bfloat16 else 4
-        graphs = engine.max_running * _DECODE_GRAPH_BYTES + _PREFILL_GRAPHS_BYTES if engine.cuda_graphs else 0
+        graphs = engine.max_running * _GRAPH_BYTES if engine.cuda_graphs else 0
         # The residual stream, its norm, queries and output; gate, up and their product for each copy of a token.
         copies, width = (model.experts_per_token, model.expert_ffn) if model.experts else (1, model.ffn)
         of_token = 4 * model.hidden + copies * (3 * width / engine.tp + (model.hidden if model.experts else 0))
@@ -258,11 +258,13 @@ class SglangEngine(RolloutEngine):
             if self._has_experts:
                 # On Blackwell, other kernels permute the experts' weights; `SglangWeights` does not predict that order.
                 arguments["moe_runner_backend"] = "triton"
+            # Later graphs of SGLang's default for prefills overwrite inputs that earlier ones read again (sglang#37606).
+            arguments["cuda_graph_backend_prefill"] = "disabled"
             if config.cuda_graphs:
                 # By default SGLang has graphs for up to 256 requests on 80 GB, and decodes larger batches without one.
                 arguments["cuda_graph_max_bs_decode"] = config.max_running
             else:
-                arguments |= {"cuda_graph_backend_decode": "disabled", "cuda_graph_backend_prefill": "disabled"}
+                arguments["cuda_graph_backend_decode"] = "disabled"
         if backend != "auto":
             arguments["attention_backend"] = backend
         return arguments

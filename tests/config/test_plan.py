@@ -60,8 +60,8 @@ def test_memory_of_an_engine_with_a_staged_copy_by_hand() -> None:
     assert found.parts["weight_sync"] == weights
     # The contexts of two ranks and of the worker, that of the second rank on the first GPU, and one communicator.
     assert found.parts["runtime"] == 3 * gib / 2 + gib / 4
-    # Graphs of 512 requests and 58 prefill sizes; 8,192 tokens; 512 rows of logits in bfloat16 and twice in float32.
-    graphs = 512 * 2 * 2**20 + 58 * 8 * 2**20
+    # Graphs of 512 requests; 8,192 tokens; 512 rows of logits in bfloat16 and twice in float32.
+    graphs = 512 * 2 * 2**20
     assert found.parts["graphs"] == graphs + 8192 * (4 * 2048 + 3 * 11008 / 2) * 2 + 512 * 151936 * (2 + 4 + 4)
     assert found.total == sum(found.parts.values())
     config.cluster.mode = Mode.colocated  # The copy is in host memory, and loaded bucket by bucket.

@@ -46,7 +46,8 @@ def test_backends_are_sglangs_defaults_on_a_gpu_except_for_experts(tmp_path: Pat
     dense = arguments(tmp_path / "dense", Qwen2Config(), CONFIG, Device.gpu)
     assert (dense["tp_size"], dense["mem_fraction_static"], dense["random_seed"]) == (2, 0.6, 3)
     chosen = {"device", "attention_backend", "moe_runner_backend", "enable_memory_saver", *NO_GRAPHS}
-    assert not dense.keys() & chosen
+    # SGLang's graphs of prefills may compute silently wrong (sglang#37606).
+    assert {name: dense[name] for name in chosen & dense.keys()} == {"cuda_graph_backend_prefill": "disabled"}
     # The expected hashes assume that an expert's rows stay in the order sent: gate, then up.
     experts = arguments(tmp_path / "experts", mixture, CONFIG, Device.gpu)
     assert experts == {**dense, "model_path": experts["model_path"], "moe_runner_backend": "triton"}
