@@ -6,7 +6,7 @@ Export gathers whole tensors, under their Hugging Face names, over TP and EP to 
     stage 1:   ranks 4 .. 7  --gather-->  rank 4  --pack, transfer to the sender's memory on rank 0->  rank 0 sends
     ipc:       each stage's first rank packs and sends on its own device; rank 0 returns all handles.
 
-Tensors stay on their device up to the sender. The experts that a rank holds go to the first rank in one transfer per
+Tensors stay on their device up to the sender. The experts of all other ranks go to the first rank in one transfer per
 bucket, because a model may have thousands of them.
 
 Every process of the group creates an `Export`, and all processes call `next` together and equally often, because
@@ -20,7 +20,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import groupby
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -161,28 +160,33 @@ def whole_tensors(model: PolicyModel, entries: Sequence[Entry]) -> Iterator[tupl
 
 
 def _experts(model: PolicyModel, entries: Sequence[Entry]) -> Iterator[tuple[Entry, Tensor]]:
-    """Yield the experts' tensors on the stage's first rank, to which every other owner sends all of its own at once."""
-    coords, group = model.coords, parallel_state.get_expert_model_parallel_group()
+    """Yield the experts' tensors on the stage's first rank, to which all other owners send theirs together.
 
-    def owner_of(entry: Entry) -> int:
+    This is a collective of all owners, because NCCL makes a communicator for each pair that sends by itself.
+    """
+    coords, owned = model.coords, [list[Entry]() for _ in range(model.coords.ep_size)]
+    if coords.in_stage >= coords.ep_size:
+        return
+    for entry in entries:
         assert entry.expert is not None
-        return entry.expert // len(model.experts)
-
-    for owner, run in groupby(sorted(entries, key=owner_of), owner_of):
-        owned = list(run)
-        if coords.in_stage == owner:
-            held = [model.parameters[entry.name].data for entry in owned]
-            if owner == 0:
-                yield from zip(owned, held, strict=True)
-            else:
-                dist.send(torch.cat([tensor.flatten() for tensor in held]), coords.rank - owner, group)
-        elif coords.in_stage == 0:
-            shapes = [model.weights.whole_shape(entry, 1) for entry in owned]
-            sizes = list(map(prod, shapes))
-            flat = torch.empty(sum(sizes), dtype=model.config.params_dtype, device=model.device)
-            dist.recv(flat, coords.rank + owner, group)
-            parts = zip(flat.split(sizes), shapes, strict=True)
-            yield from zip(owned, (part.view(shape) for part, shape in parts), strict=True)
+        owned[entry.expert // len(model.experts)].append(entry)
+    held = [model.parameters[entry.name].data for entry in owned[coords.in_stage]]
+    first = coords.in_stage == 0
+    if first:
+        yield from zip(owned[0], held, strict=True)
+    foreign = [entry for of_owner in owned[1:] for entry in of_owner]
+    if not foreign:
+        return
+    counts = [0, *(sum(prod(model.weights.whole_shape(entry, 1)) for entry in of_owner) for of_owner in owned[1:])]
+    received = torch.empty(sum(counts) if first else 0, dtype=model.config.params_dtype, device=model.device)
+    sent = received[:0] if first else torch.cat([received, *(tensor.flatten() for tensor in held)])
+    nothing = [0] * coords.ep_size
+    group = parallel_state.get_expert_model_parallel_group()
+    dist.all_to_all_single(received, sent, counts if first else nothing, [len(sent), *nothing[1:]], group)
+    if first:
+        shapes = [model.weights.whole_shape(entry, 1) for entry in foreign]
+        for entry, shape, part in zip(foreign, shapes, received.split(list(map(prod, shapes))), strict=True):
+            yield entry, part.view(shape)
 
 
 def owners_group(coords: MeshCoordinates) -> dist.ProcessGroup:
