@@ -222,7 +222,8 @@ class Learner(MegatronWorker, ABC):
         """Return the parts of a checkpoint, each with its own folder."""
         model = self._model.sharded_state()
         state = {"model": model, "optimizer": self._optimizer.sharded_state(model)}
-        return [CheckpointContent(folder, state, CheckpointInfo(self.step, optimizer=True))]
+        info = CheckpointInfo(self.step, optimizer=True)
+        return [CheckpointContent(folder, state, info, self._optimizer.fill_in)]
 
 
 @dataclass(frozen=True, slots=True)

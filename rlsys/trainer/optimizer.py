@@ -15,12 +15,13 @@ Communication between data-parallel ranks can overlap with computation:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from math import cos, isfinite, pi
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer import get_megatron_optimizer, get_standard_config_overrides
@@ -34,6 +35,9 @@ from rlsys.config.schema import AdamwConfig, LrDecay, OptimizerConfig
 from rlsys.errors import UserError
 from rlsys.trainer.model.stage_model import CHECKPOINT_METADATA, StageModel
 from rlsys.weights.weight_map import Entry
+
+_GATHERED_ELEMENTS = 2**26
+"""Elements of all ranks that are gathered at a time for a checkpoint, in float32 on the device."""
 
 
 def wrap(model: StageModel, config: OptimizerConfig) -> DistributedDataParallel:
@@ -109,6 +113,9 @@ class Optimizer:
         )
         # Experts have a member of their own.
         self._members: list[Any] = self._megatron.chained_optimizers
+        for member in self._members:
+            if isinstance(member, DistributedOptimizer):  # Megatron has no way to name another class.
+                member.__class__ = ShardedAdamW
         if adamw is config:
             return
         kept = ("params", *param_group_identifier_keys)
@@ -150,8 +157,20 @@ class Optimizer:
                 yield from (value for value in state.values() if isinstance(value, Tensor))
 
     def sharded_state(self, model_state: dict[str, Any]) -> dict[str, Any]:
-        """Return the optimiser's part of a checkpoint to save; `model_state` is the model's part."""
+        """Return the optimiser's part of a checkpoint to save; `model_state` is the model's part.
+
+        Tensors that ranks share have no values: `fill_in` gets those that this process writes.
+        """
         return self._state(model_state, loading=False)
+
+    def fill_in(self, wanted: Sequence[tuple[Tensor, Tensor]]) -> None:
+        """Fill the second of each two tensors with the values of the first, which is from the last `sharded_state`.
+
+        All ranks call it together.
+        """
+        filled = sum(member.fill_in(wanted) for member in self._members if isinstance(member, ShardedAdamW))
+        if filled < len(wanted) or not all(view.is_contiguous() for view, _ in wanted):
+            raise RuntimeError("Megatron describes the optimiser's state by tensors that were not gathered.")
 
     @torch.no_grad()
     def state_to_load(self, model_state: dict[str, Any], steps: int) -> dict[str, Any]:
@@ -184,6 +203,73 @@ class Optimizer:
             model_state, is_loading=loading, metadata=CHECKPOINT_METADATA
         )
         return state
+
+
+class ShardedAdamW(DistributedOptimizer):
+    """Megatron's optimiser with sharded state, which gathers the state for a checkpoint in pieces.
+
+    Megatron itself gathers whole buffers of float32 on every rank's device, at more than twice their size, and keeps
+    three of them (weights and moments) in every rank's host memory. Its positions in them are those without the padding
+    between buckets, but it reads parameters at their positions with it.
+
+    Here a rank gets only what it writes. `sharded_state_dict` takes its tensors as views of flat tensors on the device
+    "meta", which have no memory; `fill_in` copies their values.
+    """
+
+    _flat: Sequence[dict[str, Tensor]] = ()
+    """Flat tensors of each buffer, of which the last `sharded_state_dict` took its tensors."""
+
+    def get_parameter_state_dp_zero(self, *, empty_data: bool = False, **_: Any) -> dict[int, Any]:
+        """Return the flat tensors of each buffer, padding included; with `empty_data`, zeros in host memory."""
+        device = "cpu" if empty_data else "meta"
+        flat = [
+            {key: torch.zeros(buffer.numel, device=device) for key in ("param", "exp_avg", "exp_avg_sq")}
+            for buffer in self.buffers
+        ]
+        if not empty_data:
+            self._flat = flat
+        return {number: dict.fromkeys(ranges, flat[number]) for number, ranges in enumerate(self.gbuf_ranges)}
+
+    @torch.no_grad()
+    def fill_in(self, wanted: Sequence[tuple[Tensor, Tensor]]) -> int:
+        """See `Optimizer.fill_in`; return how many of `wanted` are from this optimiser."""
+        filled = 0
+        for buffer, by_dtype, flat in zip(self.buffers, self.gbuf_ranges, self._flat, strict=True):
+            (ranges_of_buckets,) = by_dtype.values()
+            for key, whole in flat.items():
+                mine = [(view.storage_offset(), host.view(-1)) for view, host in wanted if view._base is whole]
+                filled += len(mine)
+                for bucket, ranges in zip(buffer.buckets, ranges_of_buckets, strict=True):
+                    for run in self._gathered(bucket, ranges["param_map"], key):
+                        for place in mine:
+                            _copy_shared(place, run)
+        self._flat = ()
+        return filled
+
+    def _gathered(self, bucket: Any, ranges: dict[Tensor, Any], key: str) -> Iterator[tuple[int, Tensor]]:
+        """Yield the state `key` of a bucket as runs (position in the buffer, values); all ranks iterate together."""
+        ranks, whole = self.data_parallel_group.size(), bucket.grad_data
+        shard = whole.numel() // ranks
+        size = min(shard, -(-_GATHERED_ELEMENTS // ranks))
+        own, everyones = (whole.new_zeros(count, dtype=torch.float32) for count in (size, ranks * size))
+        held = [
+            (places["gbuf_local"].start, self._get_main_param_and_optimizer_states(parameter)[key].view(-1))
+            for parameter, places in ranges.items()
+        ]
+        for start in range(0, shard, size):
+            for run in held:
+                _copy_shared((start, own), run)
+            dist.all_gather_into_tensor(everyones, own, self.data_parallel_group)
+            for rank, values in enumerate(everyones.split(size)):
+                yield bucket.offset + rank * shard + start, values[: shard - start]
+
+
+def _copy_shared(to: tuple[int, Tensor], source: tuple[int, Tensor]) -> None:
+    """Copy the positions that two runs of a flat tensor share; a run is (first position, values)."""
+    (at, into), (first, values) = to, source
+    low, high = max(at, first), min(at + len(into), first + len(values))
+    if low < high:
+        into[low - at : high - at].copy_(values[low - first : high - first])
 
 
 def _sharding(config: OptimizerConfig) -> AdamwConfig:
@@ -232,14 +318,16 @@ def _load_moments(member: DistributedOptimizer, moments: dict[str, Any]) -> None
 
 
 def _allocate(optimizer: Any) -> None:
-    """Allocate the state that torch's AdamW creates lazily at its first step; Megatron expects it earlier."""
-    if not isinstance(optimizer, torch.optim.AdamW):
-        return
+    """Allocate the state that AdamW creates lazily at its first step; Megatron expects it earlier.
+
+    That of Transformer Engine and of apex counts its steps in the parameter groups.
+    """
+    counts = isinstance(optimizer, torch.optim.AdamW)
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if not optimizer.state[parameter]:
                 optimizer.state[parameter] = {
-                    "step": torch.zeros(()),
+                    **({"step": torch.zeros(())} if counts else {}),
                     "exp_avg": torch.zeros_like(parameter.data),
                     "exp_avg_sq": torch.zeros_like(parameter.data),
                 }

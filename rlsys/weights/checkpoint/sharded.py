@@ -78,6 +78,9 @@ class CheckpointContent:
     folder: Path
     state: dict[str, Any]  # Megatron sharded state dict of this process.
     info: CheckpointInfo  # Without the layout, which the writer fills in.
+    fill_in: Callable[[Sequence[tuple[Tensor, Tensor]]], None] | None = None
+    """Fills host tensors, the second of each two, with the values of tensors of `state` that have none themselves
+    (device "meta"), of those that this process writes. Collective."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +126,14 @@ class CheckpointWriter:
             shares = determine_main_replica_uniform_distribution(state, group)
             distribute_main_replicas_with_precomputed_distribution(state, group, shares)
             kept.append([shard for shard in nested_values(state) if is_main_replica(shard.replica_id)])
+        valueless = [
+            [(shard, shard.data) for shard in shards if isinstance(shard, ShardedTensor) and shard.data.is_meta]
+            for shards in kept
+        ]
         _agree(contents[-1].folder, partial(_stage, [shard for shards in kept for shard in shards]))
+        for content, pairs in zip(contents, valueless, strict=True):
+            if content.fill_in is not None:
+                content.fill_in([(view, shard.data) for shard, view in pairs])
         self._jobs = [
             _plan(content, shards, common)
             for content, shards, (_, common) in zip(contents, kept, prepared, strict=True)
@@ -168,7 +178,7 @@ def _open(folder: Path) -> None:
 def _stage(shards: Sequence[Shard]) -> None:
     """Replace the tensors of `shards` with host copies, because training will change the originals.
 
-    Other objects need no copy here: `_plan` pickles them.
+    Those without values get memory alone. Other objects need no copy here: `_plan` pickles them.
     """
     tensors = [shard for shard in shards if isinstance(shard, ShardedTensor)]
     for shard, copy in zip(tensors, host_copies([shard.data for shard in tensors]), strict=True):
@@ -265,7 +275,7 @@ def host_copies(tensors: Sequence[Tensor]) -> list[Tensor]:
     copies = []
     for tensor, start in zip(tensors, starts, strict=False):
         place = memory[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-        copies.append(place.copy_(tensor.detach()))
+        copies.append(place if tensor.is_meta else place.copy_(tensor.detach()))
     return copies
 
 
