@@ -33,13 +33,15 @@ OUT = Path("outputs/bench")
 RESULT = OUT / "algorithms.json"
 PRESETS = tuple(sorted({file.stem for file in (PROJECT_CONFIGS / "algorithm").glob("*.yaml")} - {"opd"}))
 """All but the preset that needs a teacher, which bench/distil.py compares with RL."""
+_MUON = ("actor.optimizer=muon", "actor.optimizer.beta2=0.95")
 ROWS: dict[str, tuple[str, ...]] = {
     **{name: (f"algorithm={name}",) for name in PRESETS},
     # The published update period of ten steps is longer than these runs.
     "ema_pg": ("algorithm=ema_pg", "algorithm.ref_policy_ema_update_period=1"),
-    "grpo_muon": ("algorithm=grpo", "actor.optimizer=muon", "actor.optimizer.beta2=0.95"),
+    "grpo_muon": ("algorithm=grpo", *_MUON),
+    "grpo_muon_5_lr": ("algorithm=grpo", *_MUON, "actor.optimizer.lr=5e-4"),
 }
-"""Settings of each row of the table: the presets, and GRPO with another optimiser."""
+"""Settings of each row of the table: the presets, and GRPO with Muon at the demo's learning rate and at five times it."""
 COLUMNS = 4
 GREY, INK, LEAD = "#c4cad1", "#24292f", "#0b5394"
 
