@@ -175,7 +175,7 @@ class SglangEngine(RolloutEngine):
 
     async def load_bucket(self, bucket: Bucket) -> None:
         """Load a bucket on every tensor-parallel rank."""
-        _require(await self._sglang.load_bucket(bucket, self._version, self._config.tp))
+        _require(await self._sglang.load_bucket(bucket, self._version))
 
     async def finish_update(self) -> None:
         """Close the session and empty the prefix cache."""

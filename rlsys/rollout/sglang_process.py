@@ -80,8 +80,9 @@ class SglangProcess:
         with _environment(variables):
             self.engine = _Engine(**arguments)
         self._manager = self.engine.tokenizer_manager
-        self._device = torch.device("cpu" if on_cpu else "cuda:0")
-        """Device of the engine's first rank."""
+        ranks = range(arguments["tp_size"])
+        self._devices = [torch.device("cpu") if on_cpu else torch.device("cuda", rank) for rank in ranks]
+        """Device of each tensor-parallel rank."""
 
     def processes(self) -> list[psutil.Process]:
         """Return the schedulers and detokenizers, whose death ends generation. Raises psutil.NoSuchProcess if one is gone.
@@ -118,13 +119,13 @@ class SglangProcess:
         """Open a weight update."""
         return await self._manager.begin_weight_update(BeginWeightUpdateReqInput())
 
-    async def load_bucket(self, bucket: Bucket, version: int, ranks: int) -> Answer:
+    async def load_bucket(self, bucket: Bucket, version: int) -> Answer:
         """Load the tensors of a bucket on every tensor-parallel rank.
 
         The bucket is copied in a thread, so that this process answers other calls meanwhile.
         """
         request = UpdateWeightsFromTensorReqInput(
-            serialized_named_tensors=await asyncio.to_thread(_serialize, bucket, ranks, self._device),
+            serialized_named_tensors=await asyncio.to_thread(_serialize, bucket, self._devices),
             load_format="flattened_bucket",
             flush_cache=False,
             weight_version=str(version),
@@ -191,12 +192,13 @@ def gpu_hash(parts: Sequence[torch.Tensor]) -> str:
     return f"{gpu_tensor_hash(whole.cuda()):016x}"
 
 
-def _serialize(bucket: Bucket, ranks: int, device: torch.device) -> list[bytes]:
-    """Return a bucket as SGLang's flattened bucket on `device`, once per rank.
+def _serialize(bucket: Bucket, devices: Sequence[torch.device]) -> list[bytes]:
+    """Return a bucket as SGLang's flattened bucket for each rank, on the rank's device of `devices`.
 
-    On a CPU, the first serialisation copies the tensor to shared memory, and the others refer to this copy. On a GPU,
-    each serialisation is a handle to the tensor, which is freed when all ranks have released it; a bucket in host memory
-    is copied to the GPU first.
+    On a CPU, the first serialisation copies the tensor to shared memory, and the others refer to this copy. On GPUs, each
+    is a handle to a copy on the rank's own device, which torch frees when the rank has released it; a bucket that is
+    there already is not copied. A rank that read another device's memory would write its weights from that device, which
+    may not access them under SGLang's memory saver (sglang#12664).
     """
     metadata = [
         FlattenedTensorMetadata(
@@ -209,5 +211,8 @@ def _serialize(bucket: Bucket, ranks: int, device: torch.device) -> list[bytes]:
         )
         for record in bucket.records
     ]
-    payload = {"flattened_tensor": bucket.flat.to(device), "metadata": metadata}
-    return [MultiprocessingSerializer.serialize(payload) for _ in range(ranks)]
+    flat = bucket.flat
+    return [
+        MultiprocessingSerializer.serialize({"flattened_tensor": flat.to(device), "metadata": metadata})
+        for device in devices
+    ]

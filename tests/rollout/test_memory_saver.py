@@ -58,8 +58,8 @@ def test_engine_with_the_memory_saver_searches_the_folder_of_the_runtime_first(
     monkeypatch.setattr(memory_saver, "_MAPS", tmp_path / "maps")
     (tmp_path / "maps").write_text(maps("/cu13/libcudart.so.13"))
     monkeypatch.delenv(SEARCHED, raising=False) if before is None else monkeypatch.setenv(SEARCHED, before)
-    sglang_process.SglangProcess({"enable_memory_saver": True}, on_cpu=True)
-    sglang_process.SglangProcess({}, on_cpu=True)
+    sglang_process.SglangProcess({"tp_size": 1, "enable_memory_saver": True}, on_cpu=True)
+    sglang_process.SglangProcess({"tp_size": 1}, on_cpu=True)
     assert found == [after, before]
     assert os.environ.get(SEARCHED) == before
 

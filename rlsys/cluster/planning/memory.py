@@ -508,9 +508,7 @@ def _engine(config: RunConfig, model: Architecture) -> GroupMemory:
     parameters = engine_weights_bytes(config, model)
     parts = {"parameters": parameters, "kv_cache": kv_cache_tokens(config, model) * kv_token_bytes(config, model)}
     if cluster.device is Device.gpu:
-        # The engine's ranks and the worker that stages weights. To map a bucket, SGLang's ranks open a context on the
-        # first GPU.
-        contexts = 1 + engine.tp
+        contexts = 2  # Of the rank, and of the worker, which copies buckets of weights to every rank's device.
         communicators = (engine.tp > 1) + (cluster.sync_mode is SyncMode.broadcast)
         parts["runtime"] = contexts * CONTEXT_BYTES + communicators * NCCL_BYTES
         parts["graphs"] = engine_fact(config, "memory_beside_cache", model)
