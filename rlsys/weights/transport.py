@@ -814,8 +814,9 @@ class _Group:
     NCCL needs a separate device per member, and differs from gloo in two ways:
     - The first broadcast connects the members and blocks until all take part. However, a receiver takes part only once
       it has a bucket's handle, which the sender's `send` returns. So the constructor broadcasts one byte.
-    - `wait` blocks a CUDA stream, not the caller. If a broadcast fails or the group's timeout expires, torch's watchdog
-      kills the process. So the group is made without a watchdog that acts, and `complete` polls.
+    - `wait` blocks a CUDA stream, not the caller, and a watchdog of torch looks for failures and the group's timeout. It
+      kills the process, or has the monitor of the process's other groups kill it minutes later. So the group is made
+      without a watchdog, and `complete` polls.
     """
 
     def __init__(self, spec: TransportSpec, device: torch.device | None) -> None:
@@ -941,7 +942,9 @@ def _open_group(spec: TransportSpec, store: dist.Store) -> Any:
         return dist.ProcessGroupGloo(store, spec.rank, len(spec.members), limit)
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = limit
-    with _variable("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0"):  # The constructor reads it; 0 is `NoHandling`.
+    # The constructor reads it, and then starts neither a watchdog nor its monitor. TORCH_NCCL_ASYNC_ERROR_HANDLING=0 would
+    # not do: such a watchdog throws nothing, but tells all monitors of the process to end it.
+    with _variable("TORCH_NCCL_BLOCKING_WAIT", "1"):
         return dist.ProcessGroupNCCL(store, spec.rank, len(spec.members), options)
 
 

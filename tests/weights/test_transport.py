@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.multiprocessing import reductions
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rlsys.config.schema import SyncMode
+from rlsys.config.schema import Device, SyncMode
 from rlsys.errors import PeerLost, RunError
 from rlsys.weights import transport
 from rlsys.weights.transport import (
@@ -211,6 +211,27 @@ def test_send_returns_before_a_receiver_that_connects_late_receives(
     with opened(spec(SyncMode.broadcast, 1, tmp_path), threads) as (sender, (receiver,)):
         handle = sender.send(pack_into(sender.next_slot(), BUCKETS[0]))
         assert received(receiver, handle) == bits(BUCKETS[0])
+
+
+def test_nccl_group_has_no_watchdog_that_would_kill_the_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch starts the watchdog of a group, and its monitor, unless this variable is set when the group is made."""
+    seen: list[tuple[str | None, float]] = []
+
+    class Nccl:
+        Options = SimpleNamespace
+
+        def __init__(self, _store: object, _rank: int, _size: int, options: Any) -> None:
+            seen.append((os.environ.get("TORCH_NCCL_BLOCKING_WAIT"), options._timeout.total_seconds()))
+
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", Nccl, raising=False)
+    monkeypatch.delenv("TORCH_NCCL_BLOCKING_WAIT", raising=False)
+    on_gpus = replace(spec(SyncMode.broadcast, 1, tmp_path, timeout_s=7.0), device=Device.gpu)
+    assert isinstance(transport._open_group(on_gpus, dist.HashStore()), Nccl)
+    # The transport's own timeout comes first.
+    assert [variable for variable, limit_s in seen if limit_s > 7.0] == ["1"]
+    assert "TORCH_NCCL_BLOCKING_WAIT" not in os.environ, "the groups of training keep their watchdog"
 
 
 def test_missing_members_are_named_after_the_timeout(tmp_path: Path, threads: ThreadPoolExecutor) -> None:
