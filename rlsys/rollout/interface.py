@@ -99,7 +99,12 @@ class RolloutEngine(ABC):
 
     @classmethod
     def memory_beside_cache(cls, config: RunConfig, model: Architecture) -> float:  # noqa: ARG003
-        """Return the bytes on each GPU beside weights, KV cache and CUDA contexts, for the plan: graphs, activations."""
+        """Return the bytes on each GPU beside weights, KV cache, CUDA contexts and graphs, for the plan: activations."""
+        return 0.0
+
+    @classmethod
+    def graph_memory(cls, config: RunConfig) -> float:  # noqa: ARG003
+        """Return the bytes of CUDA graphs on each GPU, which stay while the engine sleeps, for the plan."""
         return 0.0
 
     @classmethod

@@ -74,11 +74,10 @@ class SglangEngine(RolloutEngine):
 
     @classmethod
     def memory_beside_cache(cls, config: RunConfig, model: Architecture) -> float:
-        """Return the bytes of CUDA graphs, of activations and routes of one prefill, and of the logits of one decode step."""
+        """Return the bytes of activations and routes of one prefill, and of the logits of one decode step."""
         engine = config.rollout.engine
         assert isinstance(engine, SglangConfig)
         item = 2 if engine.dtype is Dtype.bfloat16 else 4
-        graphs = engine.max_running * _GRAPH_BYTES if engine.cuda_graphs else 0
         # The residual stream, its norm, queries and output; gate, up and their product for each copy of a token.
         copies, width = (model.experts_per_token, model.expert_ffn) if model.experts else (1, model.ffn)
         of_token = 4 * model.hidden + copies * (3 * width / engine.tp + (model.hidden if model.experts else 0))
@@ -86,7 +85,14 @@ class SglangEngine(RolloutEngine):
         logits = engine.max_running * model.vocab * (item + 4 + 4)
         replays = config.algorithm.router_replay is RouterReplay.r3
         routes = 4 * PREFILL_TOKENS * model.layers * model.experts_per_token if replays else 0
-        return graphs + PREFILL_TOKENS * of_token * item + logits + routes
+        return PREFILL_TOKENS * of_token * item + logits + routes
+
+    @classmethod
+    def graph_memory(cls, config: RunConfig) -> float:
+        """Return the bytes of CUDA graphs, which SGLang's memory saver leaves on the device."""
+        engine = config.rollout.engine
+        assert isinstance(engine, SglangConfig)
+        return engine.max_running * _GRAPH_BYTES if engine.cuda_graphs else 0.0
 
     @classmethod
     def memory_fix(cls, config: SglangConfig) -> str:

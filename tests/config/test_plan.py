@@ -61,8 +61,8 @@ def test_memory_of_an_engine_with_a_staged_copy_by_hand() -> None:
     # The contexts of the rank and of the worker, and one communicator.
     assert found.parts["runtime"] == 2 * gib / 2 + gib / 4
     # Graphs of 512 requests; 8,192 tokens; 512 rows of logits in bfloat16 and twice in float32.
-    graphs = 512 * 2 * 2**20
-    assert found.parts["graphs"] == graphs + 8192 * (4 * 2048 + 3 * 11008 / 2) * 2 + 512 * 151936 * (2 + 4 + 4)
+    assert found.parts["graphs"] == 512 * 2 * 2**20
+    assert found.parts["activations"] == 8192 * (4 * 2048 + 3 * 11008 / 2) * 2 + 512 * 151936 * (2 + 4 + 4)
     assert found.total == sum(found.parts.values())
     config.cluster.mode = Mode.colocated  # The copy is in host memory, and loaded bucket by bucket.
     loading = group_memory(config, read_architecture(shape_of(config.model.path)), "rollout").parts["weight_sync"]
@@ -181,12 +181,16 @@ GIB = {"actor": 30.0, "critic": 25.0, "inference": 12.0, "rollout": 5.0}
 
 
 def test_memory_of_groups_that_use_a_device_at_once_adds_up(tiny_run: TinyRun) -> None:
-    """Actor and critic train at the same time and take 30 + 25 GiB. Colocated groups that are away keep their contexts."""
+    """Actor and critic train at the same time and take 30 + 25 GiB. Colocated groups that are away keep their contexts, and
+    an engine also its CUDA graphs."""
     plan = plan_of({"actor": [0], "critic": [0], "inference": [1], "rollout": [2]}, GIB)
     assert fullest_device(tiny_run(*EIGHT), plan) == (("actor", "critic"), 55.0)
     colocated = tiny_run(*EIGHT, "cluster.mode=colocated", "trainer.schedule.kind=sequential")
     together = {name: [0] for name in GIB}
     assert fullest_device(colocated, plan_of(together, GIB, runtime=0.5)) == (("actor", "critic"), 55.0 + 2 * 0.5)
+    sleeps = plan_of(together, GIB, runtime=0.5)
+    sleeps["groups"]["rollout"] = {**sleeps["groups"]["rollout"], "memory_gib": {"runtime": 0.5, "graphs": 1.0}}
+    assert fullest_device(colocated, sleeps) == (("actor", "critic"), 55.0 + 2 * 0.5 + 1.0)
     # During a push, actor and inference have no activations.
     pushed = plan_of(together, GIB, parameters=20.0, weight_sync=9.0, activations=40.0)
     assert fullest_device(colocated, pushed) == (("actor", "inference"), 2 * 29.0)

@@ -61,7 +61,7 @@ def test_plan_asks_the_class() -> None:
     config = config_of(f"{HERE}.Planned")
     architecture = read_architecture(config.model.path)
     assert kv_cache_tokens(config, architecture) == 777
-    assert engine_fact(config, "memory_beside_cache", architecture) == 0.0
+    assert engine_fact(config, "memory_beside_cache", architecture) == engine_fact(config, "graph_memory") == 0.0
     for change, key in (
         ("rollout.engine.tp=2", "rollout.engine.tp"),
         ("rollout.engine.dtype=bfloat16", "rollout.engine.dtype"),

@@ -15,8 +15,8 @@ operation releases it.
 Megatron's own layers are measured with torch 2.13 and megatron-core 0.16 (tests/trainer/test_memory.py). Transformer
 Engine's layers (`StageRank.engine`) are derived from its source, version 2.20, and not measured.
 
-On a GPU, `runtime` adds the CUDA contexts of the processes on a device and NCCL's buffers; an engine's `graphs` are its
-CUDA graphs, activations and logits. These are estimates from the libraries' sources.
+On a GPU, `runtime` adds the CUDA contexts of the processes on a device and NCCL's buffers. An engine has CUDA graphs
+(`graphs`), and its `activations` include logits. These are estimates from the libraries' sources.
 
 Not counted: workspaces of libraries and kernels, fragmentation, and tensors with neither a layer's width nor a weight's
 size. Assumes that experts get equally many tokens, and that every token of a micro-batch is a target.
@@ -498,7 +498,7 @@ def _weight_sync(rank: StageRank) -> float:
 
 
 def _engine(config: RunConfig, model: Architecture) -> GroupMemory:
-    """Estimate the first rank of an engine: its weights, its KV cache when full, and what the engine says it takes
+    """Estimate the first rank of an engine: its weights, its KV cache when full, and what the engine says that it takes
     beside them.
 
     With sync_mode=ipc the rank also holds a pushed copy of the whole model, unless the engine sleeps during a push. Any
@@ -511,7 +511,8 @@ def _engine(config: RunConfig, model: Architecture) -> GroupMemory:
         contexts = 2  # Of the rank, and of the worker, which copies buckets of weights to every rank's device.
         communicators = (engine.tp > 1) + (cluster.sync_mode is SyncMode.broadcast)
         parts["runtime"] = contexts * CONTEXT_BYTES + communicators * NCCL_BYTES
-        parts["graphs"] = engine_fact(config, "memory_beside_cache", model)
+        parts["graphs"] = engine_fact(config, "graph_memory")
+        parts["activations"] = engine_fact(config, "memory_beside_cache", model)
         whole = parameters * engine.tp
         stages_here = cluster.sync_mode is SyncMode.ipc and cluster.mode is Mode.disaggregated
         parts["weight_sync"] = whole if stages_here else min(whole, cluster.sync_bucket_bytes)

@@ -180,7 +180,7 @@ def memory_fix(config: RunConfig, names: Sequence[str]) -> str:
 def fullest_device(config: RunConfig, plan: Mapping[str, Any]) -> tuple[tuple[str, ...], float]:
     """Return the groups with the largest combined memory on one device at one time, and that memory in GiB.
 
-    Groups that have left a colocated device still hold their `runtime` there.
+    Groups that have left a colocated device still hold their `runtime` there, and an engine that sleeps its `graphs`.
     """
     groups = plan["groups"]
     full = {name: group["memory_gib_per_rank"] for name, group in groups.items()}
@@ -189,7 +189,7 @@ def fullest_device(config: RunConfig, plan: Mapping[str, Any]) -> tuple[tuple[st
     away = dict.fromkeys(groups, 0.0)
     if config.cluster.mode is Mode.colocated:
         parts = {name: group["memory_gib"] for name, group in groups.items()}
-        away = {name: sizes.get("runtime", 0.0) for name, sizes in parts.items()}
+        away = {name: sizes.get("runtime", 0.0) + sizes.get("graphs", 0.0) for name, sizes in parts.items()}
         pushing = {name: sum(sizes.get(part, 0.0) for part in _OF_PUSH) for name, sizes in parts.items()}
         turns = [((ROLLOUT,), full), (("inference", CRITIC), full), (("actor", CRITIC), full)]
         turns += [(("actor", "inference"), pushing)]
