@@ -212,23 +212,40 @@ class ShardedAdamW(DistributedOptimizer):
     three of them (weights and moments) in every rank's host memory. Its positions in them are those without the padding
     between buckets, but it reads parameters at their positions with it.
 
-    Here a rank gets only what it writes. `sharded_state_dict` takes its tensors as views of flat tensors on the device
-    "meta", which have no memory; `fill_in` copies their values.
+    Here a rank gets only what it writes, and reads only parameters of which it keeps a part. `sharded_state_dict` takes
+    its tensors as views of flat tensors on the device "meta", which have no memory; `fill_in` copies their values.
     """
 
     _flat: Sequence[dict[str, Tensor]] = ()
     """Flat tensors of each buffer, of which the last `sharded_state_dict` took its tensors."""
 
     def get_parameter_state_dp_zero(self, *, empty_data: bool = False, **_: Any) -> dict[int, Any]:
-        """Return the flat tensors of each buffer, padding included; with `empty_data`, zeros in host memory."""
+        """Return the flat tensors of each buffer, padding included; with `empty_data`, to load into."""
         device = "cpu" if empty_data else "meta"
         flat = [
-            {key: torch.zeros(buffer.numel, device=device) for key in ("param", "exp_avg", "exp_avg_sq")}
+            {key: torch.empty(buffer.numel, device=device) for key in ("param", "exp_avg", "exp_avg_sq")}
             for buffer in self.buffers
         ]
         if not empty_data:
             self._flat = flat
         return {number: dict.fromkeys(ranges, flat[number]) for number, ranges in enumerate(self.gbuf_ranges)}
+
+    def sharded_param_state_fully_reshardable(
+        self,
+        model_sharded_state_dict: dict[str, Any],
+        is_loading: bool = False,
+        metadata: dict[str, Any] | None = None,
+    ) -> dict[int, Any]:
+        """Return Megatron's description by parameter; to load, of the parameters of which this rank keeps a part."""
+        state: dict[int, Any] = super().sharded_param_state_fully_reshardable(
+            model_sharded_state_dict, is_loading, metadata
+        )
+        if not is_loading:
+            return state
+        buckets = (bucket for by_dtype in self.gbuf_ranges for buckets in by_dtype.values() for bucket in buckets)
+        kept = {parameter for bucket in buckets for parameter in bucket["param_map"]}
+        every = (parameter for buffer in self.buffers for parameter in buffer.param_index_map)
+        return {number: state[number] for number, parameter in enumerate(every) if parameter in kept}
 
     @torch.no_grad()
     def fill_in(self, wanted: Sequence[tuple[Tensor, Tensor]]) -> int:

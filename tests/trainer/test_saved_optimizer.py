@@ -43,21 +43,28 @@ def _save(actor: Actor, folder: Path) -> list[int]:
     return sizes
 
 
-def _saved_in_both_ways(group: Group, model: Path, folder: Path) -> list[int]:
+def _saved_in_both_ways(group: Group, model: Path, folder: Path) -> tuple[list[int], set[int], int]:
+    """Sizes of what is gathered, parameters that a resume reads, and the number of all parameters."""
     actor = make_actor(group, model)
     actor.load_hf(model)
     _train(actor, 0)
     sizes = _save(actor, folder / "ours")
+    reads = actor._optimizer.state_to_load(actor._model.sharded_state(), steps=1)["param_state"].keys()
     for member in actor._optimizer._members:
         member.__class__ = DistributedOptimizer
     actor.begin_save(folder / "megatron")
     actor.finish_save()
-    return sizes
+    return sizes, {*reads}, len(actor._policy.trainable)
 
 
-def test_state_is_gathered_in_pieces_and_saved_as_megatron_saves_it(tmp_path: Path) -> None:
+def test_state_is_gathered_in_pieces_saved_as_megatron_saves_it_and_read_by_the_ranks_that_keep_it(
+    tmp_path: Path,
+) -> None:
     model = reference.make_model(reference.tiny_config(), tmp_path / "model")
-    for sizes in on_ranks(_saved_in_both_ways, 2, model, tmp_path):
+    (_, first, count), (_, second, _) = results = on_ranks(_saved_in_both_ways, 2, model, tmp_path)
+    assert first | second == {*range(count)}
+    assert len(first & second) <= 1, "only the parameter that is cut is read by both"
+    for sizes, *_ in results:
         assert set(sizes) == {GATHERED}
         assert len(sizes) > 3 * 10, "weights and two moments, each in pieces"
     files = [

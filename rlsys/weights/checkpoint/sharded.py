@@ -291,7 +291,10 @@ def load(folder: str | Path, sharded_state: dict[str, Any]) -> dict[str, Any]:
     read_checkpoint_info(folder)
     require_sound(folder)
     try:
-        state, unused, lacking = dist_checkpointing.load(sharded_state, str(folder), strict=StrictHandling.RETURN_ALL)
+        # Access: the first data-parallel rank need not read what it does not keep.
+        state, unused, lacking = dist_checkpointing.load(
+            sharded_state, str(folder), validate_access_integrity=False, strict=StrictHandling.RETURN_ALL
+        )
     except (Exception, CheckpointException) as error:  # CheckpointException derives from BaseException only.
         failed = isinstance(error, CheckpointException) and error.failures
         inner = min(failed.items())[1][0] if failed else error
