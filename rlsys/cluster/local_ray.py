@@ -29,7 +29,7 @@ import psutil
 
 from rlsys.errors import UserError
 from rlsys.files import LOCK, remove_shared_memory, working_folder
-from rlsys.weights.sockets import INTERFACE_VARIABLES
+from rlsys.weights.sockets import INTERFACE_VARIABLES, environment
 
 RANK = "rlsys-node-"  # Prefix of the Ray resource that carries a machine's rank: `rlsys-node-0`.
 RAY_PORT = 6379  # Default port of a Ray head.
@@ -233,14 +233,8 @@ def scratch(folder: Path) -> Path:
 @contextmanager
 def temporary_files_in(folder: Path) -> Iterator[None]:
     """Let processes that the body starts use `scratch(folder)` as their TMPDIR."""
-    before = os.environ.get("TMPDIR")
-    os.environ["TMPDIR"] = str(scratch(folder))
-    try:
+    with environment({"TMPDIR": str(scratch(folder))}):
         yield
-    finally:
-        del os.environ["TMPDIR"]
-        if before is not None:
-            os.environ["TMPDIR"] = before
 
 
 def _empty(folder: Path) -> None:

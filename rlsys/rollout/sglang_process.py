@@ -10,8 +10,7 @@ import asyncio
 import multiprocessing
 import os
 import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +34,7 @@ from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorMetadata
 from rlsys.files import remove_shared_memory
 from rlsys.rollout import sglang_entry
 from rlsys.rollout.memory_saver import start_variables
-from rlsys.weights.sockets import INTERFACE_VARIABLES, listener
+from rlsys.weights.sockets import INTERFACE_VARIABLES, environment, listener
 from rlsys.weights.transport import Bucket
 
 # SGLang's modules make uvloop's policy that of the process. Under it, a loop of asyncio cannot start programs, such as
@@ -77,7 +76,7 @@ class SglangProcess:
         }
         if arguments.get("enable_memory_saver"):
             variables |= start_variables()
-        with _environment(variables):
+        with environment(variables):
             self.engine = _Engine(**arguments)
         self._manager = self.engine.tokenizer_manager
         ranks = range(arguments["tp_size"])
@@ -168,20 +167,6 @@ class SglangProcess:
         # SGLang kills its processes without joining them; active_children joins all dead children.
         multiprocessing.active_children()
         remove_shared_memory(Path(tempfile.gettempdir()), os.getpid())
-
-
-@contextmanager
-def _environment(variables: dict[str, str]) -> Iterator[None]:
-    """Set `variables` within the context, for processes started in it."""
-    before = {name: os.environ.get(name) for name in variables}
-    os.environ.update(variables)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            os.environ.pop(name, None)
-            if value is not None:
-                os.environ[name] = value
 
 
 def gpu_hash(parts: Sequence[torch.Tensor]) -> str:

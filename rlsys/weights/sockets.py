@@ -1,8 +1,11 @@
-"""Opens sockets and names interfaces for torch process groups."""
+"""Opens sockets and sets environment variables for torch process groups."""
 
 from __future__ import annotations
 
+import os
 import socket
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 
 INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 """Environment variables for the network interface of gloo and NCCL, which could otherwise choose an unreachable one."""
@@ -18,3 +21,18 @@ def listener(host: str, port: int) -> tuple[int, int]:
     server = socket.create_server((host, port), backlog=2048)
     number = int(server.getsockname()[1])
     return server.detach(), number
+
+
+@contextmanager
+def environment(variables: Mapping[str, str]) -> Iterator[None]:
+    """Set environment `variables` during the body, also for processes started in it."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value

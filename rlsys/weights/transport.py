@@ -38,7 +38,7 @@ import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -59,7 +59,7 @@ from torch.multiprocessing import reductions
 from rlsys.config.schema import Device, SyncMode
 from rlsys.errors import PeerLost, RunError
 from rlsys.files import named
-from rlsys.weights.sockets import listener
+from rlsys.weights.sockets import environment, listener
 from rlsys.weights.weight_map import ADAPTER_PREFIX, aligned, packed
 
 T = TypeVar("T")
@@ -944,19 +944,8 @@ def _open_group(spec: TransportSpec, store: dist.Store) -> Any:
     options._timeout = limit
     # The constructor reads it, and then starts neither a watchdog nor its monitor. TORCH_NCCL_ASYNC_ERROR_HANDLING=0 would
     # not do: such a watchdog throws nothing, but tells all monitors of the process to end it.
-    with _variable("TORCH_NCCL_BLOCKING_WAIT", "1"):
+    with environment({"TORCH_NCCL_BLOCKING_WAIT": "1"}):
         return dist.ProcessGroupNCCL(store, spec.rank, len(spec.members), options)
-
-
-@contextmanager
-def _variable(name: str, value: str) -> Iterator[None]:
-    """Set an environment variable during the body."""
-    before = os.environ.get(name)
-    os.environ[name] = value
-    try:
-        yield
-    finally:
-        os.environ.pop(name) if before is None else os.environ.update({name: before})
 
 
 class IpcSender(Sender):
