@@ -223,7 +223,7 @@ def _composed(folder: Path, name: str, overrides: Sequence[str]) -> _Composed:
                 code="unsupported",
                 key=str(override.key_or_group),
             )
-        given |= _flat({override.key_or_group: override.value()})
+        given |= flat({override.key_or_group: override.value()})
     with initialize_config_dir(config_dir=str(folder), version_base="1.3"):
         tree = compose(config_name=name, overrides=list(overrides))
         loader = GlobalHydra.instance().config_loader()
@@ -231,7 +231,7 @@ def _composed(folder: Path, name: str, overrides: Sequence[str]) -> _Composed:
     levels = _Levels()
     for level, part in enumerate(parts):
         package = "" if part.package in (None, "_global_") else part.package
-        content = _flat(_content(str(part.config_path), folder))
+        content = flat(_content(str(part.config_path), folder))
         levels.add(level, {f"{package}.{key}".lstrip("."): value for key, value in content})
     levels.add(len(parts), given)
     return tree, levels
@@ -446,9 +446,9 @@ def differences(before: Mapping[str, Any], config: RunConfig) -> list[KeyDiffere
 
     A key that was added after `before` was recorded counts as having its default value there.
     """
-    current = {key: value for key, value in _flat(as_dict(config)) if value != {}}
+    current = {key: value for key, value in flat(as_dict(config)) if value != {}}
     trusted = {value for key, value in current.items() if key.endswith(".kind")}
-    saved = {key: value for key, value in _flat(recorded(before, trusted)) if value != {}}
+    saved = {key: value for key, value in flat(recorded(before, trusted)) if value != {}}
     pairs = [KeyDifference(key, saved.get(key), current.get(key)) for key in sorted({*saved, *current})]
     return [pair for pair in pairs if pair.before != pair.now and _must_stay(pair.key, config)]
 
@@ -461,20 +461,20 @@ def _must_stay(key: str, config: RunConfig) -> bool:
     return key.startswith(_LEARNS) and key not in _FREE and not _FREE_OF_SOURCES.fullmatch(key)
 
 
-def _flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Yield each dotted key and its value; an empty map is a value."""
     for key, value in tree.items():
         if isinstance(value, Mapping) and value:
-            yield from _flat(value, f"{prefix}{key}.")
+            yield from flat(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", value
 
 
 def _every(tree: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield the keys of `tree` as `_flat` does, and those of the groups in its lists."""
-    for key, value in _flat(tree):
+    """Yield the keys of `tree` as `flat` does, and those of the groups in its lists."""
+    for key, value in flat(tree):
         groups = [each for each in value if isinstance(each, Mapping)] if isinstance(value, list) else []
         for place, group in enumerate(groups):
-            yield from _flat(group, f"{key}[{place}].")
+            yield from flat(group, f"{key}[{place}].")
         if not groups:
             yield key, value

@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rlsys.config.compose import as_dict, recorded
+from rlsys.config.compose import as_dict, flat, recorded
 from rlsys.config.schema import RunConfig
 from rlsys.data.trajectory import Action
 from rlsys.errors import UserError
@@ -153,8 +153,8 @@ def _run(run: RunFolder, name: str, chunk: int, sink: Sink | None, cache: ModelC
     drifts, sampling = [digest.drift for digest in digests], section(run.config, "rollout", "sampling")
     evaluations = list(_evaluations(run, chunk + NUMBERS, sink))
     names = sorted({name for row in rows for name in row} - {"step", "time"})
-    known, defaults = flat(recorded(run.config)), flat(as_dict(RunConfig()))
-    settings = {key: value for key, value in flat(run.config).items() if key in known}
+    known, defaults = dict(flat(recorded(run.config))), json_safe(dict(flat(as_dict(RunConfig()))))
+    settings = json_safe({key: value for key, value in flat(run.config) if key in known})
     return {
         "name": name,
         "path": str(run.path),
@@ -230,18 +230,6 @@ def _evaluations(run: RunFolder, chunk: int, sink: Sink | None) -> Iterator[dict
                 sink(chunk + place, part)
         yield {**json_safe(row), "answers": len(answers), "first_chunk": chunk, "chunks": len(parts)}
         chunk += len(parts)
-
-
-def flat(config: Mapping[str, Any], above: str = "") -> dict[str, Any]:
-    """Return `config` with dotted keys, as on the command line."""
-    settings: dict[str, Any] = {}
-    for key, value in config.items():
-        name = f"{above}{key}"
-        if isinstance(value, Mapping) and value:
-            settings |= flat(value, f"{name}.")
-        else:
-            settings[name] = json_safe(value)
-    return settings
 
 
 def _figure(value: Any) -> float | None:
