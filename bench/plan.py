@@ -22,7 +22,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cache, lru_cache
-from math import ceil, exp, log, sqrt
+from math import ceil, exp, inf, log, sqrt
 from pathlib import Path
 from statistics import NormalDist, fmean, median
 from typing import Annotated, Any
@@ -33,12 +33,12 @@ import yaml
 from numpy.typing import NDArray
 
 from rlsys.apps.planner.costs import by_formula
-from rlsys.apps.planner.estimate import calls_s, generation_s, packed, steady_generation_s
+from rlsys.apps.planner.estimate import calls_s, generation_s, packed
 from rlsys.apps.planner.simulation import measured_steps, simulate
 from rlsys.apps.planner.workload import Workload
 from rlsys.cluster.planning.hardware import REACHED_FILE, SPEEDS, Reached, read_reached
 from rlsys.cluster.planning.memory import count_parameters
-from rlsys.cluster.planning.work import HardwareCosts
+from rlsys.cluster.planning.work import EngineCosts, HardwareCosts
 from rlsys.config.algorithm import OldLogprobs
 from rlsys.config.derived import max_staleness, on_update
 from rlsys.config.schema import (
@@ -323,6 +323,33 @@ def _before_limit(mean: float, limit: float, spread: float) -> float:
         middle = sqrt(low * high)
         low, high = (middle, high) if cut(middle) < mean else (low, middle)
     return low
+
+
+def steady_generation_s(
+    engine: EngineCosts, lengths: Sequence[float], prompt: float, requests: float, slots: float, samples: int
+) -> float:
+    """Return the seconds in which an engine ends `requests` responses while others begin.
+
+    It has `slots` for responses. A prompt group holds its `samples` slots until its longest response has ended, so on
+    average a slot is in use for a share of mean length / longest of `samples` of the time. They share the prompt. A long
+    response is in flight for longer, so the mean length of those in flight is the mean square / twice the mean so far.
+    `lengths` are sorted.
+    """
+    mean = fmean(lengths)
+    context = prompt / samples + fmean(length * length for length in lengths) / (2 * mean)
+    room = min(slots * mean / longest_of(lengths, samples), engine.max_running, engine.cache_tokens / context)
+    if room < 1:
+        return inf
+    step = engine.decode_s(max(1, round(room)), room * context)[0]
+    return requests * (mean / room * step + engine.fill_s(prompt, 0) / samples)
+
+
+def longest_of(lengths: Sequence[float], count: int) -> float:
+    """Return the expected longest of `count` lengths that are drawn from the sorted `lengths`."""
+    total = len(lengths)
+    return sum(
+        length * (((number + 1) / total) ** count - (number / total) ** count) for number, length in enumerate(lengths)
+    )
 
 
 def stages_of(case: Case, reached: Reached) -> dict[str, float]:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 from copy import deepcopy
+from dataclasses import replace
+from itertools import product
+from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -17,14 +21,19 @@ from bench.plan import (
     cases_of,
     fitted_rows,
     hands_over_steps,
+    longest_of,
     part,
     read_rows,
     speedups,
     stages_of,
+    steady_generation_s,
 )
+from rlsys.apps.planner.engine import Prefix, Request, SimulatedEngine
+from rlsys.apps.planner.virtual_time import now, run_virtually
 from rlsys.cluster.planning.hardware import REACHED, REACHED_FILE
 from rlsys.config.derived import on_update
 from rlsys.config.schema import Mode, SequentialSchedule
+from tests.apps.planner.made import FREE
 
 ASSUMED = Assumed(length_share=0.2, answer=800.0, spread=0.6)
 ROW: dict[str, Any] = {
@@ -124,3 +133,41 @@ def test_the_fit_is_stated_and_uses_at_most_half_of_the_rows() -> None:
     assert content["fitted"] == fitted_rows(cases)
     assert len(content["fitted"]) <= len(cases) / 2
     assert str(len(content["fitted"])) in content["source"]
+
+
+@pytest.mark.parametrize("samples", [1, 8])
+def test_estimate_of_steady_generation_agrees_with_the_simulated_engine(samples: int) -> None:
+    """64 slots; another prompt group begins whenever one has ended. The first and the last 500 are not counted."""
+    costs = replace(FREE, token_s=1e-4, request_s=5e-5, cache_s=2e-6, prefill_s=1e-5)
+    lengths = np.exp(np.random.default_rng(0).normal(4, 0.6, 2500)).round().clip(1, 400).tolist()
+
+    async def run() -> float:
+        engine, done, left, times = SimulatedEngine(costs), asyncio.Event(), [*lengths], [0.0]
+
+        def begin() -> None:
+            prefix = Prefix(50, samples)
+            for _ in range(min(samples, len(left))):
+                engine.submit(Request(prefix, ended=end, left=left.pop()))
+
+        def end(request: Request) -> None:
+            engine.leave(request)
+            times.append(now())
+            if left and not request.prefix.episodes:
+                begin()
+            elif len(times) > 2000:
+                done.set()
+
+        for _ in range(64 // samples):
+            begin()
+        await done.wait()
+        return times[2000] - times[500]
+
+    expected = steady_generation_s(costs, sorted(lengths), 50, 1500, 64, samples)
+    assert expected == pytest.approx(run_virtually(run()), rel=0.1)
+
+
+def test_longest_of_a_group_is_that_of_all_draws() -> None:
+    lengths = [1.0, 2.0, 2.0, 7.0]
+    for count in (1, 2, 3):
+        draws = [max(draw) for draw in product(lengths, repeat=count)]
+        assert longest_of(lengths, count) == pytest.approx(fmean(draws))

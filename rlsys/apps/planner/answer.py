@@ -105,10 +105,6 @@ class Planner:
         """Simulate steps of `config`."""
         return simulate(config, self.costs(config), workload, flops_of(self.model), measured, self._seed)
 
-    def predict(self, price_per_gpu_hour: float | None = None, measured: int | None = None) -> dict[str, Any]:
-        """Return the prediction as plain data. Raises UserError if the config cannot run."""
-        return self.answer(self.run(measured), price_per_gpu_hour)
-
     def run(self, measured: int | None = None) -> Simulated:
         """Simulate steps of the config. Raises UserError if it cannot run."""
         check(self.config)

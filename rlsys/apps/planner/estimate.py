@@ -32,33 +32,6 @@ def generation_s(engine: EngineCosts, lengths: Sequence[float], prompt: float, r
     return seconds
 
 
-def steady_generation_s(
-    engine: EngineCosts, lengths: Sequence[float], prompt: float, requests: float, slots: float, samples: int
-) -> float:
-    """Return the seconds in which an engine ends `requests` responses while others begin.
-
-    It has `slots` for responses. A prompt group holds its `samples` slots until its longest response has ended, so on
-    average a slot is in use for a share of mean length / longest of `samples` of the time. They share the prompt. A long
-    response is in flight for longer, so the mean length of those in flight is the mean square / twice the mean so far.
-    `lengths` are sorted.
-    """
-    mean = fmean(lengths)
-    context = prompt / samples + fmean(length * length for length in lengths) / (2 * mean)
-    room = min(slots * mean / longest_of(lengths, samples), engine.max_running, engine.cache_tokens / context)
-    if room < 1:
-        return inf
-    step = engine.decode_s(max(1, round(room)), room * context)[0]
-    return requests * (mean / room * step + engine.fill_s(prompt, 0) / samples)
-
-
-def longest_of(lengths: Sequence[float], count: int) -> float:
-    """Return the expected longest of `count` lengths that are drawn from the sorted `lengths`."""
-    total = len(lengths)
-    return sum(
-        length * (((number + 1) / total) ** count - (number / total) ** count) for number, length in enumerate(lengths)
-    )
-
-
 def packed(lengths: Sequence[float], budget: int) -> float:
     """Return the mean number of samples in a micro-batch of at most `budget` tokens, by first fit, the longest first.
 

@@ -76,7 +76,8 @@ def planner(config: RunConfig, **workload: Any) -> Planner:
 @pytest.fixture(scope="module")
 def answer() -> dict[str, Any]:
     """Prediction of a small step of the 3B experiment."""
-    return planner(config_of("searchr1_qwen2.5_3b_1node", "trainer.prompts_per_step=32")).predict(2.0, measured=2)
+    small = planner(config_of("searchr1_qwen2.5_3b_1node", "trainer.prompts_per_step=32"))
+    return small.answer(small.run(measured=2), price_per_gpu_hour=2.0)
 
 
 def test_answer_accounts_for_the_step(answer: dict[str, Any]) -> None:
@@ -143,14 +144,16 @@ def test_changes_that_help_are_simulated_and_sorted() -> None:
 
 def test_colocated_groups_switch_and_never_overlap() -> None:
     config = config_of("searchr1_qwen2.5_3b_1node_colocated", "trainer.prompts_per_step=16")
-    found = planner(config).predict(measured=2)
+    colocated = planner(config)
+    found = colocated.answer(colocated.run(measured=2))
     parts = found["stages_s"]
     assert sum(parts.values()) < found["step_s"]
     assert found["actor_s"]["waits for rollouts"] > 0
 
 
 def test_a_critic_is_trained_beside_the_actor() -> None:
-    found = planner(config_of("searchr1_qwen2.5_3b_1node_ppo", "trainer.prompts_per_step=16")).predict(measured=1)
+    with_critic = planner(config_of("searchr1_qwen2.5_3b_1node_ppo", "trainer.prompts_per_step=16"))
+    found = with_critic.answer(with_critic.run(measured=1))
     assert found["stages_s"]["values"] > 0
     assert found["idle"].keys() == {"rollout", "actor", "inference", "critic"}
 

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
 from dataclasses import replace
-from itertools import product
-from statistics import fmean
 from typing import Any
 
 import numpy as np
 import pytest
 
 from rlsys.apps.planner.answer import Planner, check, with_shape
-from rlsys.apps.planner.engine import Prefix, Request, SimulatedEngine
-from rlsys.apps.planner.estimate import calls_s, generation_s, longest_of, packed, steady_generation_s
+from rlsys.apps.planner.estimate import calls_s, generation_s, packed
 from rlsys.apps.planner.search import Candidate, PlacementSearch, render_search, unbeaten
-from rlsys.apps.planner.virtual_time import now, run_virtually
 from rlsys.apps.planner.workload import Workload
 from rlsys.cluster.planning.hardware import REACHED, REACHED_SOURCE
 from rlsys.cluster.planning.placement import parse_placement
@@ -128,49 +123,11 @@ def test_estimate_of_generation_agrees_with_the_simulated_engine(running: int) -
     assert generation_s(costs, sorted(lengths), 50, len(lengths)) == pytest.approx(simulated, rel=0.1)
 
 
-@pytest.mark.parametrize("samples", [1, 8])
-def test_estimate_of_steady_generation_agrees_with_the_simulated_engine(samples: int) -> None:
-    """64 slots; another prompt group begins whenever one has ended. The first and the last 500 are not counted."""
-    costs = replace(FREE, token_s=1e-4, request_s=5e-5, cache_s=2e-6, prefill_s=1e-5)
-    lengths = np.exp(np.random.default_rng(0).normal(4, 0.6, 2500)).round().clip(1, 400).tolist()
-
-    async def run() -> float:
-        engine, done, left, times = SimulatedEngine(costs), asyncio.Event(), [*lengths], [0.0]
-
-        def begin() -> None:
-            prefix = Prefix(50, samples)
-            for _ in range(min(samples, len(left))):
-                engine.submit(Request(prefix, ended=end, left=left.pop()))
-
-        def end(request: Request) -> None:
-            engine.leave(request)
-            times.append(now())
-            if left and not request.prefix.episodes:
-                begin()
-            elif len(times) > 2000:
-                done.set()
-
-        for _ in range(64 // samples):
-            begin()
-        await done.wait()
-        return times[2000] - times[500]
-
-    expected = steady_generation_s(costs, sorted(lengths), 50, 1500, 64, samples)
-    assert expected == pytest.approx(run_virtually(run()), rel=0.1)
-
-
 def test_estimate_of_calls_is_that_of_equal_ranks() -> None:
     call = replace(costs_of(FREE, 1e-3, 1e-3).calls["actor"], launch_s=0.5, stages=2, call_s=0.5, apply_s=0.25)
     size = SampleSize(100, 50)
     plan = [[[0, 0], [0, 0], [0, 0]]] * 4
     assert calls_s(call, size, 6, 2, 1) == pytest.approx(call.seconds(plan, [size]) + 0.25)
-
-
-def test_longest_of_a_group_is_that_of_all_draws() -> None:
-    lengths = [1.0, 2.0, 2.0, 7.0]
-    for count in (1, 2, 3):
-        draws = [max(draw) for draw in product(lengths, repeat=count)]
-        assert longest_of(lengths, count) == pytest.approx(fmean(draws))
 
 
 def test_micro_batches_are_packed_by_first_fit() -> None:
