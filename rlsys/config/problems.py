@@ -10,7 +10,6 @@ import os
 import re
 import socket
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 from rlsys.config.algorithm import (
     SIBLINGS,
@@ -41,22 +40,12 @@ from rlsys.config.derived import (
     truncates_sampling,
 )
 from rlsys.config.schema import Mode, RunConfig
-from rlsys.errors import Code, UserError
+from rlsys.errors import UserError
 
 
-@dataclass(frozen=True, slots=True)
-class Problem:
-    """A reason that a config cannot run."""
-
-    key: str
-    """Key, or group of keys, to change."""
-    sentence: str
-    code: Code = "conflict"
-
-    @classmethod
-    def of(cls, sentence: str) -> Problem:
-        """Build a problem from a sentence that begins with its key."""
-        return cls(re.split(r"[^\w.]", sentence, maxsplit=1)[0], sentence)
+def conflict(sentence: str) -> UserError:
+    """Return the error of settings that do not fit each other, whose `sentence` begins with its key."""
+    return UserError(sentence, code="conflict", key=re.split(r"[^\w.]", sentence, maxsplit=1)[0])
 
 
 def token_of(key: str, variable: str | None) -> str | None:

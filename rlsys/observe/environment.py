@@ -35,8 +35,9 @@ from typing import Any
 import psutil
 
 from rlsys.config.derived import chosen_layers, megatron_groups
-from rlsys.config.problems import Problem
+from rlsys.config.problems import conflict
 from rlsys.config.schema import Attention, Device, Dtype, Layers, Mode, RunConfig, SglangConfig
+from rlsys.errors import UserError
 from rlsys.files import parse_json, read_regular, write_atomically
 
 RUN = "run.json"
@@ -125,7 +126,7 @@ def detect() -> Capabilities:
     )
 
 
-def unmet_requirements(config: RunConfig, here: Capabilities) -> Iterator[Problem]:
+def unmet_requirements(config: RunConfig, here: Capabilities) -> Iterator[UserError]:
     """Yield a problem, with its fix, for each setting of `config` that the capabilities `here` do not support."""
     yield from _layers(config, here)
     if config.cluster.device is Device.cpu:
@@ -136,64 +137,65 @@ def unmet_requirements(config: RunConfig, here: Capabilities) -> Iterator[Proble
         yield from _numbers(config, here)
 
 
-def _layers(config: RunConfig, here: Capabilities) -> Iterator[Problem]:
+def _layers(config: RunConfig, here: Capabilities) -> Iterator[UserError]:
     layers = chosen_layers(config)
     if layers is Layers.te and config.cluster.device is Device.cpu:
-        yield Problem.of(
+        yield conflict(
             "model.layers=te does not work with cluster.device=cpu: Transformer Engine needs GPUs; use "
             "model.layers=local."
         )
     elif layers is Layers.te and here.transformer_engine is None:
-        yield Problem.of(
+        yield conflict(
             f"model.layers={config.model.layers} needs Transformer Engine on GPUs, which is not installed: install "
             "transformer-engine[pytorch] as in requirements/gpu.txt, or use model.layers=local, whose layers are several "
             "times slower."
         )
     if config.model.attention is not Attention.auto and layers is Layers.local:
-        yield Problem.of(
+        yield conflict(
             f"model.attention={config.model.attention} selects a kernel of Transformer Engine, but the layers are "
             "Megatron's own, which only have torch's attention: use model.attention=auto, or model.layers=te."
         )
     if config.model.fp8 and layers is Layers.local:
-        yield Problem.of(
+        yield conflict(
             "model.fp8=true needs Transformer Engine's layers, but the layers are Megatron's own: use model.layers=te on "
             "GPUs, or model.fp8=false."
         )
 
 
-def _for_gpu(config: RunConfig, here: Capabilities) -> Iterator[Problem]:
+def _for_gpu(config: RunConfig, here: Capabilities) -> Iterator[UserError]:
     """Yield a problem for each missing device or package without which a run on GPUs does not start."""
     if not here.cuda_devices:
         build = f"built for CUDA {here.cuda}" if here.cuda else "built without CUDA"
-        yield Problem.of(
+        yield conflict(
             f"cluster.device=gpu needs a CUDA device, and torch {here.torch}, {build}, finds none: run on a machine with "
             "NVIDIA GPUs, check CUDA_VISIBLE_DEVICES and the driver, or set cluster.device=cpu."
         )
     if not here.nccl:
-        yield Problem.of(
+        yield conflict(
             f"cluster.device=gpu needs NCCL, and torch {here.torch} is built without it: install torch as in "
             "requirements/gpu.txt."
         )
     if here.sglang_kernel is None and isinstance(config.rollout.engine, SglangConfig):
-        yield Problem.of(
+        yield conflict(
             "cluster.device=gpu needs SGLang's kernels, which are not installed: install sglang-kernel as in "
             "requirements/gpu.txt."
         )
     saves = isinstance(config.rollout.engine, SglangConfig) and config.cluster.mode is Mode.colocated
     if saves and here.torch_memory_saver is None:
-        yield Problem.of(
+        yield conflict(
             "cluster.mode=colocated needs torch-memory-saver to free the engines' memory while the trainer runs, and it "
             "is not installed: install it as in requirements/gpu.txt, or place the groups on devices of their own."
         )
     if config.model.fusions and here.foreign_apex is not None:
-        yield Problem(
-            "model.fusions",
+        yield UserError(
             f"The installed package apex {here.foreign_apex} is not NVIDIA's apex but another project of that name: run "
             "`pip uninstall apex`, and build NVIDIA's from source if you want it.",
+            code="conflict",
+            key="model.fusions",
         )
 
 
-def _attention(config: RunConfig, here: Capabilities) -> Iterator[Problem]:
+def _attention(config: RunConfig, here: Capabilities) -> Iterator[UserError]:
     """Yield a problem for each kernel of Transformer Engine that is needed but cannot run on this machine.
 
     A kernel is needed if it is requested by name or for context parallelism; `auto` needs a fused kernel.
@@ -202,23 +204,23 @@ def _attention(config: RunConfig, here: Capabilities) -> Iterator[Problem]:
         return
     asked, dtype = config.model.attention, config.model.dtype
     if asked is Attention.auto and dtype is Dtype.float32:
-        yield Problem.of(
+        yield conflict(
             "model.attention=auto with model.dtype=float32 leaves only Transformer Engine's unfused kernel, which holds "
             "matrices of the squared length: use model.dtype=bfloat16 or model.layers=local, or ask for that kernel with "
             "model.attention=unfused."
         )
     if asked in (Attention.flash, Attention.fused) and dtype is Dtype.float32:
-        yield Problem.of(
+        yield conflict(
             f"model.attention={asked} needs model.dtype=bfloat16, and model.dtype is float32: use "
             "model.attention=unfused."
         )
     if asked is Attention.flash and not here.flash_kernels:
-        yield Problem.of(
+        yield conflict(
             f"model.attention=flash needs a FlashAttention that runs on compute capability {_spoken(here)}, and none is "
             "installed: install flash-attn-4 (9.0 and newer) or flash-attn (8.0 and newer), or use model.attention=auto."
         )
     if asked is Attention.fused and not here.at_least(AMPERE):
-        yield Problem.of(
+        yield conflict(
             f"model.attention=fused needs compute capability 8.0, and this machine has {_spoken(here)}: use "
             "model.attention=unfused."
         )
@@ -226,21 +228,21 @@ def _attention(config: RunConfig, here: Capabilities) -> Iterator[Problem]:
     for group, settings in megatron_groups(config).items():
         key, cp = f"{group}.parallel.cp", settings.parallel.cp
         if cp > 1 and asked is Attention.unfused:
-            yield Problem.of(
+            yield conflict(
                 f"{key}={cp} needs an attention kernel with context parallelism, and model.attention=unfused has none: "
                 "use model.attention=fused with model.dtype=bfloat16, or model.layers=local."
             )
 
 
-def _numbers(config: RunConfig, here: Capabilities) -> Iterator[Problem]:
+def _numbers(config: RunConfig, here: Capabilities) -> Iterator[UserError]:
     for key, dtype in (("model.dtype", config.model.dtype), ("rollout.engine.dtype", config.rollout.engine.dtype)):
         if dtype is Dtype.bfloat16 and not here.at_least(AMPERE):
-            yield Problem.of(
+            yield conflict(
                 f"{key}=bfloat16 needs compute capability 8.0, and this machine has {_spoken(here)}: use float32, or "
                 "newer GPUs."
             )
     if config.model.fp8 and not here.at_least(ADA):
-        yield Problem.of(
+        yield conflict(
             f"model.fp8=true needs compute capability 8.9 (Ada, Hopper or newer), and this machine has {_spoken(here)}: "
             "set it to false."
         )

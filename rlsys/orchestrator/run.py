@@ -345,7 +345,7 @@ def ready_to_start(config: RunConfig, note: Callable[[str], None]) -> tuple[Path
     if config.cluster.address is None:  # Else other machines do the work; their packages cannot be checked here.
         missing = [*launched, *unmet_requirements(config, detect())]
     if missing:
-        sentences = "\n".join(problem.sentence for problem in missing)
+        sentences = "\n".join(map(str, missing))
         raise UserError(sentences, code="conflict" if launched else "not_installed", key=missing[0].key)
     for sentence in algorithm_notes(config):
         note(sentence)

@@ -16,7 +16,7 @@ from rlsys.components import check_callable, one_line
 from rlsys.config.algorithm import RouterReplay
 from rlsys.config.custom import OwnComponent
 from rlsys.config.derived import on_update
-from rlsys.config.problems import Problem
+from rlsys.config.problems import conflict
 from rlsys.config.schema import (
     CustomEngine,
     Device,
@@ -108,39 +108,39 @@ def reserved_tokens(config: EngineConfig) -> int:
         return 0
 
 
-def capability_problems(config: RunConfig) -> Iterator[Problem]:
+def capability_problems(config: RunConfig) -> Iterator[UserError]:
     """Yield a problem for each setting that the engine cannot run."""
     engine, device = config.rollout.engine, config.cluster.device
     try:
         able = engine_class(engine).capabilities
     except UserError as error:
-        yield Problem(_KEY, str(error), error.code)
+        yield UserError(str(error), code=error.code, key=_KEY)
         return
     kind, most = f"{_KEY}={engine.kind}", able.max_tp.get(device, 0)
     if not most:
-        yield Problem.of(f"{kind} does not run with cluster.device={device}: choose another engine or device.")
+        yield conflict(f"{kind} does not run with cluster.device={device}: choose another engine or device.")
     elif engine.tp > most:
         fix = "set it to 1, and add ranks for more engines" if most == 1 else f"set it to at most {most}"
-        yield Problem.of(f"rollout.engine.tp={engine.tp} is not supported by {kind} on a {_WORDS[device]}: {fix}.")
+        yield conflict(f"rollout.engine.tp={engine.tp} is not supported by {kind} on a {_WORDS[device]}: {fix}.")
     if engine.dtype not in able.dtypes:
-        yield Problem.of(
+        yield conflict(
             f"rollout.engine.dtype={engine.dtype} is not supported by {kind}: set it to {' or '.join(able.dtypes)}."
         )
     waits = on_update(config) is not OnUpdate.finish and not able.continues
     timeout_s = config.rollout.episode_timeout_s
     if waits and config.cluster.call_timeout_s <= timeout_s:
-        yield Problem.of(
+        yield conflict(
             f"cluster.call_timeout_s={config.cluster.call_timeout_s} must be above rollout.episode_timeout_s={timeout_s}, "
             f"because {kind} does not pause requests, and the activation of weights waits for them: raise it."
         )
     if config.cluster.mode is Mode.colocated and device is Device.gpu and not able.frees_memory:
-        yield Problem.of(
+        yield conflict(
             f"cluster.mode=colocated needs an engine that frees its GPU's memory while it sleeps, and {kind} does not: "
             "place the groups on devices of their own."
         )
 
     if config.algorithm.router_replay is RouterReplay.r3 and not able.returns_routes:
-        yield Problem.of(
+        yield conflict(
             f"algorithm.router_replay=r3 needs the experts of each token, which {kind} does not return: choose another "
             "engine, or none."
         )

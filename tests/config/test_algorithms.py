@@ -12,7 +12,7 @@ from rlsys.algorithms.losses import POLICY_LOSSES
 from rlsys.config.algorithm import AdvantageBaseline, AdvantageScale, Aggregation, AlgorithmConfig, LldsGate
 from rlsys.config.compose import PROJECT_CONFIGS, load_config
 from rlsys.config.derived import mini_batch_sizes
-from rlsys.config.problems import Problem, algorithm_problems
+from rlsys.config.problems import algorithm_problems, conflict
 from rlsys.config.schema import RunConfig, variants
 from rlsys.orchestrator.validate import validate
 
@@ -128,7 +128,7 @@ def test_published_mini_batch_of_256_episodes_differs_by_less_than_a_group(name:
     ],
 )
 def test_conflicting_settings_are_each_named_once(tiny_run: TinyRun, settings: str, keys: str) -> None:
-    found = [Problem.of(sentence) for sentence in algorithm_problems(tiny_run(*map(whole, settings.split())))]
+    found = [conflict(sentence) for sentence in algorithm_problems(tiny_run(*map(whole, settings.split())))]
     assert [problem.key for problem in found] == [whole(key) for key in keys.split()]
 
 

@@ -18,7 +18,7 @@ import torch
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from rlsys.apps.evaluation.evaluation_inputs import Model, as_error, is_about
+from rlsys.apps.evaluation.evaluation_inputs import Model, is_about
 from rlsys.config.compose import as_dict, load_config, typed
 from rlsys.config.derived import heldout_files, train_files
 from rlsys.config.former import present
@@ -307,7 +307,7 @@ def _require(config: RunConfig, *keys: str) -> None:
     """Raise UserError for problems with values of `keys`."""
     problems = [problem for problem in find_problems(config) if is_about(problem, *keys)]
     # The question files of training are not needed.
-    wrong = [as_error(problem) for problem in problems if not is_about(problem, "task.train_path", "task.eval_path")]
+    wrong = [problem for problem in problems if not is_about(problem, "task.train_path", "task.eval_path")]
     if wrong:
         raise in_one(wrong)
 

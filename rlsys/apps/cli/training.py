@@ -74,7 +74,7 @@ def _print_plan(config: RunConfig, as_json: bool) -> None:
     plan["model"]["path"] = config.model.path
     if faster := faster_split(shaped, read_architecture(shaped.model.path, shaped.model.family)):
         plan["notes"].append(faster)
-    plan["notes"] += (f"A run needs more: {problem.sentence}" for problem in find_problems(config))
+    plan["notes"] += (f"A run needs more: {problem}" for problem in find_problems(config))
     typer.echo(json.dumps(plan, indent=2) if as_json else render_plan(plan))
 
 

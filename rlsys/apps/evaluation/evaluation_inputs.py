@@ -24,7 +24,7 @@ from rlsys.files import read_yaml
 from rlsys.orchestrator.evaluation.heldout import whole_batches
 from rlsys.orchestrator.resume import CHECKPOINTS, RUN_CONFIG
 from rlsys.orchestrator.search_server import Serving, silent
-from rlsys.orchestrator.validate import Problem, find_problems
+from rlsys.orchestrator.validate import find_problems
 from rlsys.weights.checkpoint.store import MANIFEST, check, step_of
 from rlsys.weights.convert.model_folder import CONFIG, MODEL, read_config
 
@@ -115,7 +115,7 @@ async def find_inputs(
         sentence = f"--baseline {baseline} needs search: set search.enabled=true, or leave --baseline out."
         problems.append(UserError(sentence, code="conflict", key="--baseline"))
     in_config = [problem for problem in find_problems(config) if not is_about(problem, *ignored)]
-    problems += map(as_error, in_config)
+    problems += in_config
     if baseline in SEARCHING and not any(is_about(problem, "search") for problem in in_config):
         try:
             await _require_search(config)
@@ -137,11 +137,7 @@ def _attempt(find: Callable[[], T], problems: list[UserError | RunError]) -> T |
         return None
 
 
-def as_error(problem: Problem) -> UserError:
-    return UserError(problem.sentence, code=problem.code, key=problem.key)
-
-
-def is_about(problem: Problem, *keys: str) -> bool:
+def is_about(problem: UserError, *keys: str) -> bool:
     """True if the problem concerns one of `keys` or a key below one of them."""
     return any(f"{problem.key}.".startswith(f"{key}.") for key in keys)
 

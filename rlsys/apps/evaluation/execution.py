@@ -24,7 +24,6 @@ from rlsys.apps.evaluation.evaluation_inputs import (
     Baseline,
     EvaluationInputs,
     EvaluationMethod,
-    as_error,
     as_hf,
     is_about,
     questions_of,
@@ -267,7 +266,7 @@ async def open_generator(config: RunConfig, engine: str) -> AsyncIterator[Stream
     config = replace(config, rollout=replace(config.rollout, engine=settings_for(config, engine)))
     for problem in capability_problems(config):
         if is_about(problem, "rollout.engine"):  # Not about schedules and placements, which only training has.
-            raise as_error(problem)
+            raise problem
     if engine == "sglang":
         require_its_weights(Path(config.model.path), config.model.family)
     generator = EngineDriver(config.model.path, config.rollout.engine, config.cluster.device, config.trainer.seed)

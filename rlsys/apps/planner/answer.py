@@ -188,7 +188,7 @@ def check(config: RunConfig) -> None:
     validate(config, ignored=(*NOT_CHECKED, *(file.key for file in files)))
     # `validate` checks memory only if all else is sound, the files of the data included.
     for problem in memory_problems(config, make_plan(config)):
-        raise UserError(problem.sentence, code=problem.code, key=problem.key)
+        raise problem
 
 
 def with_shape(config: RunConfig) -> RunConfig:

@@ -28,7 +28,7 @@ from math import floor
 from typing import Any
 
 from rlsys.config.derived import chosen_layers, megatron_groups, needs_server, scores_with_policy
-from rlsys.config.problems import Problem
+from rlsys.config.problems import conflict
 from rlsys.config.schema import Device, Layers, Mode, Packing, ParallelConfig, RunConfig, SglangConfig, SyncMode
 from rlsys.errors import UserError
 from rlsys.rollout.kinds import capability_problems, engine_class, reserved_tokens
@@ -103,20 +103,21 @@ def overlaps(ranks: Mapping[str, Ranks]) -> list[tuple[str, str, list[int]]]:
     return [(a, b, both) for a, b, both in shared if both]
 
 
-def machine_problems(config: RunConfig, ranks: Mapping[str, Sequence[int]]) -> Iterator[Problem]:
+def machine_problems(config: RunConfig, ranks: Mapping[str, Sequence[int]]) -> Iterator[UserError]:
     """Yield problems of a placement that does not fit the machines and their devices."""
     cluster = config.cluster
     if cluster.devices_per_node is None:
         if cluster.nodes > 1:
-            yield Problem(
-                "cluster.devices_per_node",
+            yield UserError(
                 f"cluster.nodes={cluster.nodes} needs the number of devices per machine: set cluster.devices_per_node.",
+                code="conflict",
+                key="cluster.devices_per_node",
             )
         return
     have = cluster.nodes * cluster.devices_per_node
     highest = max(rank for held in ranks.values() for rank in held)
     if highest >= have:
-        yield Problem.of(
+        yield conflict(
             f"cluster.placement names rank {highest}, but cluster.nodes={cluster.nodes} with cluster.devices_per_node="
             f"{cluster.devices_per_node} has ranks 0 to {have - 1}: place the groups on those, or use more machines."
         )
@@ -124,7 +125,7 @@ def machine_problems(config: RunConfig, ranks: Mapping[str, Sequence[int]]) -> I
     for start in range(0, len(held) - len(held) % tp, tp):
         machines = {rank // per_node for rank in held[start : start + tp]}
         if len(machines) > 1:
-            yield Problem.of(
+            yield conflict(
                 f"cluster.placement.rollout puts one engine of rollout.engine.tp={tp} on ranks {held[start]} to "
                 f"{held[start + tp - 1]}, which are on {len(machines)} machines with cluster.devices_per_node={per_node}: "
                 "an engine must be on one machine; change the placement or rollout.engine.tp."
@@ -133,36 +134,38 @@ def machine_problems(config: RunConfig, ranks: Mapping[str, Sequence[int]]) -> I
     yield from _reach(config, ranks, per_node)
 
 
-def launch_problems(config: RunConfig) -> Iterator[Problem]:
+def launch_problems(config: RunConfig) -> Iterator[UserError]:
     """Yield problems of settings that only `rlsys launch` implements, for a run started without it.
 
     Such a run would otherwise silently ignore these settings.
     """
     cluster = config.cluster
     if cluster.nodes > 1 and cluster.address is None:
-        yield Problem(
-            "cluster.address",
+        yield UserError(
             f"cluster.nodes={cluster.nodes} but cluster.address is null: start the run with `rlsys launch` on every "
             "machine, or set cluster.address to a Ray cluster of these machines.",
+            code="conflict",
+            key="cluster.address",
         )
     if cluster.search.nodes and config.search.url is None and needs_server(config.search):
-        yield Problem.of(
+        yield conflict(
             f"cluster.search.nodes={cluster.search.nodes} but search.url is null: only `rlsys launch` starts servers "
             "there; start the run with it, set search.url to a running server, or set cluster.search.nodes=[]."
         )
 
 
-def memory_problems(config: RunConfig, plan: Mapping[str, Any]) -> Iterator[Problem]:
+def memory_problems(config: RunConfig, plan: Mapping[str, Any]) -> Iterator[UserError]:
     """Yield a problem if groups do not fit device memory, by the estimate of `make_plan`."""
     have = config.cluster.device_memory_gib
     if have is None:
         return
     names, needed = fullest_device(config, plan)
     if needed > have * USABLE:
-        yield Problem(
-            "cluster.device_memory_gib",
+        yield UserError(
             f"{' and '.join(names)} would take about {needed:.1f} GiB of one device, more than {USABLE:.0%} of "
             f"cluster.device_memory_gib={have:g}: {memory_fix(config, names)}.",
+            code="conflict",
+            key="cluster.device_memory_gib",
         )
 
 
@@ -202,7 +205,7 @@ def fullest_device(config: RunConfig, plan: Mapping[str, Any]) -> tuple[tuple[st
     return max(found.items(), key=lambda pair: pair[1])
 
 
-def _reach(config: RunConfig, ranks: Mapping[str, Sequence[int]], per_node: int) -> Iterator[Problem]:
+def _reach(config: RunConfig, ranks: Mapping[str, Sequence[int]], per_node: int) -> Iterator[UserError]:
     """Yield a problem if `cluster.sync_mode` cannot carry weights to every group, because some groups are on other
     machines."""
     mode = config.cluster.sync_mode
@@ -218,7 +221,7 @@ def _reach(config: RunConfig, ranks: Mapping[str, Sequence[int]], per_node: int)
     away = [name for name, held in concerned.items() if any(rank // per_node != home for rank in held)]
     if away:
         way = "host memory" if mode is SyncMode.tensor else "device memory"
-        yield Problem.of(
+        yield conflict(
             f"cluster.sync_mode={mode} moves weights through the {way} of one machine, but cluster.placement puts "
             f"{' and '.join(away)} on other machines than the actor's first rank: use {way_across(config)}."
         )
@@ -232,78 +235,78 @@ def way_across(config: RunConfig) -> str:
     return "cluster.sync_mode=broadcast"
 
 
-def search_node_problems(config: RunConfig) -> Iterator[Problem]:
+def search_node_problems(config: RunConfig) -> Iterator[UserError]:
     """Yield problems of search servers on machines outside the run, or without an index."""
     wanted = config.cluster.search.nodes
     beyond = [name for name in wanted if name.isdigit() and int(name) >= config.cluster.nodes]
     if beyond:
-        yield Problem.of(
+        yield conflict(
             f"cluster.search.nodes names machine {beyond[0]}, but the machines of cluster.nodes={config.cluster.nodes} are "
             "numbered from 0: name one of them, or another machine by its host name."
         )
     if wanted and config.search.index is None and needs_server(config.search):
-        yield Problem.of(
+        yield conflict(
             f"cluster.search.nodes={wanted} serves an index, but search.index is null: set search.index to its folder."
         )
 
 
-def ipc_problems(config: RunConfig) -> Iterator[Problem]:
+def ipc_problems(config: RunConfig) -> Iterator[UserError]:
     """Yield a problem for `cluster.sync_mode=ipc` without GPUs."""
     if config.cluster.sync_mode is SyncMode.ipc and config.cluster.device is Device.cpu:
-        yield Problem.of(
+        yield conflict(
             "cluster.sync_mode=ipc shares GPU memory, but cluster.device=cpu has none: use cluster.sync_mode=tensor."
         )
 
 
-def parallel_problems(group: str, parallel: ParallelConfig, world: int, model: Architecture) -> Iterator[Problem]:
+def parallel_problems(group: str, parallel: ParallelConfig, world: int, model: Architecture) -> Iterator[UserError]:
     """Yield problems of parallel sizes that do not fit the model or a Megatron group of `world` ranks."""
     key = f"{group}.parallel"
     if min(parallel.tp, parallel.pp, parallel.cp, parallel.ep) < 1:
         return
     model_ranks = parallel.tp * parallel.pp * parallel.cp
     if world % model_ranks:
-        yield Problem.of(
+        yield conflict(
             f"cluster.placement.{group} has {world} ranks, which is not a multiple of {key} tp*pp*cp = {parallel.tp}*"
             f"{parallel.pp}*{parallel.cp} = {model_ranks}: change the placement or the parallel sizes."
         )
     elif world // parallel.pp % parallel.ep:
-        yield Problem.of(
+        yield conflict(
             f"{key}.ep={parallel.ep} does not divide the {world // parallel.pp} ranks of a pipeline stage: lower it, or "
             "give the group more ranks."
         )
     if parallel.ep > 1 and (not model.experts or model.experts % parallel.ep):
-        yield Problem.of(
+        yield conflict(
             f"{key}.ep={parallel.ep} distributes experts, but the model has {model.experts or 'none'}: set it to a divisor "
             "of their number, or to 1."
         )
     if model.experts and parallel.tp > 1 and not parallel.sequence_parallel:
-        yield Problem.of(f"{key}.tp={parallel.tp} of a model with experts needs {key}.sequence_parallel=true: set it.")
+        yield conflict(f"{key}.tp={parallel.tp} of a model with experts needs {key}.sequence_parallel=true: set it.")
     if parallel.sequence_parallel and parallel.tp == 1:
-        yield Problem.of(f"{key}.sequence_parallel=true needs tp above 1: set it to false, or raise {key}.tp.")
+        yield conflict(f"{key}.sequence_parallel=true needs tp above 1: set it to false, or raise {key}.tp.")
     if parallel.pp_layers is not None:
         if len(parallel.pp_layers) != parallel.pp or sum(parallel.pp_layers) != model.layers:
-            yield Problem.of(
+            yield conflict(
                 f"{key}.pp_layers={parallel.pp_layers} must hold {parallel.pp} numbers (pp) that sum to the "
                 f"model's {model.layers} layers."
             )
         elif min(parallel.pp_layers) < 1:
-            yield Problem.of(f"{key}.pp_layers={parallel.pp_layers}: every stage needs at least one layer.")
+            yield conflict(f"{key}.pp_layers={parallel.pp_layers}: every stage needs at least one layer.")
     elif model.layers % parallel.pp:
-        yield Problem.of(
+        yield conflict(
             f"{key}.pp={parallel.pp} does not divide the model's {model.layers} layers: set {key}.pp_layers."
         )
     first = parallel.pp_layers[0] if parallel.pp_layers else model.layers // parallel.pp
     # A stage without experts could not be saved: Megatron's optimiser of experts reads its step from a parameter.
     if 0 < first <= model.dense_layers:
-        yield Problem.of(
+        yield conflict(
             f"{key}.pp={parallel.pp} gives the first stage {first} layers, but the layers with experts begin after "
             f"{model.dense_layers}: give it more in {key}.pp_layers, or lower {key}.pp."
         )
     for name, size in _cut_by_tp(model).items():
         if size % parallel.tp:
-            yield Problem.of(f"{key}.tp={parallel.tp} does not divide the model's {size} {name}: choose a divisor.")
+            yield conflict(f"{key}.tp={parallel.tp} does not divide the model's {size} {name}: choose a divisor.")
     if model.kv_heads % parallel.tp and parallel.tp % model.kv_heads:
-        yield Problem.of(
+        yield conflict(
             f"{key}.tp={parallel.tp} is neither a divisor nor a multiple of the model's {model.kv_heads} key/value heads: "
             "choose another value."
         )
@@ -319,7 +322,7 @@ def _cut_by_tp(model: Architecture) -> dict[str, int]:
     return sizes
 
 
-def context_problems(config: RunConfig, group: str, model: Architecture) -> Iterator[Problem]:
+def context_problems(config: RunConfig, group: str, model: Architecture) -> Iterator[UserError]:
     """Yield problems of context parallelism: it needs packed rows that hold a whole episode, and attention to all tokens
     in Transformer Engine's layers.
     """
@@ -328,53 +331,54 @@ def context_problems(config: RunConfig, group: str, model: Architecture) -> Iter
     if cp == 1:
         return
     if settings.packing is Packing.padded:
-        yield Problem(
-            f"{group}.packing",
+        yield UserError(
             f"{group}.parallel.cp={cp} needs packed sequences, but {group}.packing is padded: set it to packed.",
+            code="conflict",
+            key=f"{group}.packing",
         )
     within = model.window or config.task.max_total_tokens
     if within < config.task.max_total_tokens and chosen_layers(config) is Layers.te:
-        yield Problem.of(
+        yield conflict(
             f"{group}.parallel.cp={cp} spreads sequences, and Transformer Engine's layers cannot attend within the model's "
             f"window of {within} tokens then: set it to 1, or use model.layers=local."
         )
     multiple = 2 * cp * (tp if settings.parallel.sequence_parallel else 1)
     needed = -(-config.task.max_total_tokens // multiple) * multiple
     if settings.micro_batch_tokens < needed:
-        yield Problem.of(
+        yield conflict(
             f"{group}.micro_batch_tokens={settings.micro_batch_tokens} cannot hold one episode, which "
             f"{group}.parallel.cp={cp} pads to {needed} tokens: raise it to at least {needed}."
         )
 
 
-def engine_problems(config: RunConfig, world: int, model: Architecture) -> Iterator[Problem]:
+def engine_problems(config: RunConfig, world: int, model: Architecture) -> Iterator[UserError]:
     """Yield problems of engines of this model on `world` ranks."""
     tp, aside = config.rollout.engine.tp, config.eval.engines
     if tp < 1:
         return
     if aside is not None and config.cluster.mode is Mode.colocated:
-        yield Problem.of(
+        yield conflict(
             f"eval.engines={aside} reserves engines for evaluation during training, but with cluster.mode=colocated "
             "the engines sleep during training: set eval.engines to null."
         )
     elif aside is not None and aside >= world // tp:
-        yield Problem.of(
+        yield conflict(
             f"eval.engines={aside} leaves none of the {world // tp} engines for rollouts: lower it, add engines, or set it "
             "to null to evaluate between steps."
         )
     if world % tp:
-        yield Problem.of(
+        yield conflict(
             f"cluster.placement.rollout has {world} ranks, which is not a multiple of rollout.engine.tp={tp}: change one "
             "of them."
         )
     elif model.heads % tp:
-        yield Problem.of(
+        yield conflict(
             f"rollout.engine.tp={tp} does not divide the model's {model.heads} attention heads: choose a divisor."
         )
     yield from capability_problems(config)
     engine = config.rollout.engine
     if isinstance(engine, SglangConfig) and any(rule.stack for rule in rules_of(model)):
-        yield Problem.of(
+        yield conflict(
             "rollout.engine.kind=sglang takes all experts of a layer of this model as one tensor, which the weight sync "
             "does not send: set it to transformers."
         )
@@ -387,12 +391,10 @@ def engine_problems(config: RunConfig, world: int, model: Architecture) -> Itera
     if config.task.max_total_tokens > most:
         window = f"{most} tokens of sliding window, which SGLang does not apply"
         limit = f"{model.max_positions} positions{less}" if most == longest else window
-        yield Problem.of(
-            f"task.max_total_tokens={config.task.max_total_tokens} is above the model's {limit}: lower it."
-        )
+        yield conflict(f"task.max_total_tokens={config.task.max_total_tokens} is above the model's {limit}: lower it.")
     room = engine.kv_cache_tokens if isinstance(engine, SglangConfig) else None
     if room is not None and room - reserved < config.task.max_total_tokens:
-        yield Problem.of(
+        yield conflict(
             f"rollout.engine.kv_cache_tokens={room}{less} cannot hold one episode of task.max_total_tokens="
             f"{config.task.max_total_tokens}: raise it, or lower task.max_total_tokens."
         )

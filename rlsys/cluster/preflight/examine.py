@@ -39,7 +39,6 @@ from rlsys.config.derived import (
     of_teacher,
     train_files,
 )
-from rlsys.config.problems import Problem
 from rlsys.config.schema import Attention, Device, Layers, Mode, RunConfig, SearchConfig, SglangConfig, SyncMode
 from rlsys.data.question import Question, read_questions
 from rlsys.errors import UserError
@@ -144,7 +143,7 @@ def verdict(name: str, findings: Sequence[Finding]) -> str:
 
 
 def examine(
-    config: RunConfig, known: Sequence[Problem], machine: ThisMachine, *, launched: bool = False
+    config: RunConfig, known: Sequence[UserError], machine: ThisMachine, *, launched: bool = False
 ) -> Iterator[Finding]:
     """Yield all findings for a run of `config` that is started on `machine`, in table order.
 
@@ -183,8 +182,8 @@ def examine(
         )
 
 
-def _problem_findings(problems: Sequence[Problem]) -> list[Finding]:
-    return [wrong(problem.key, problem.sentence) for problem in problems]
+def _problem_findings(problems: Sequence[UserError]) -> list[Finding]:
+    return [wrong(problem.key, str(problem)) for problem in problems]
 
 
 def _ranks(config: RunConfig) -> int:

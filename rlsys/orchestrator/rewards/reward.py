@@ -58,7 +58,7 @@ from rlsys.config.schema import (
 from rlsys.data.answers import contains, exact_match, f1, sub_exact_match
 from rlsys.data.question import Question
 from rlsys.data.trajectory import ANSWER_TERMS, Action, Group, Sample, Trajectory, Turn
-from rlsys.errors import UserError
+from rlsys.errors import UserError, in_one
 from rlsys.observe.spans import Tracer
 from rlsys.rollout.tools.interface import tool_tags
 from rlsys.search.address import is_url
@@ -287,8 +287,7 @@ class Rewards:
     ) -> None:
         problems = [*check_terms(config, task), *check_source_terms(config, task)]
         if problems:
-            sentences = "\n".join(map(str, problems))
-            raise UserError(sentences, code=problems[0].code, key=problems[0].key)
+            raise in_one(problems)
         self._config = config
         by_source = {"": config} | {name: reward_of(config, source) for name, source in task.sources.items()}
         used = {name for each in by_source.values() for name in weights_of(each)}
