@@ -42,7 +42,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rlsys.components import one_line
+from rlsys.components import OverdueError, one_line
 from rlsys.config.custom import REQUIRED, OwnComponent, custom_variant
 from rlsys.config.derived import reward_of, source_key, task_of
 from rlsys.config.problems import token_of
@@ -338,10 +338,6 @@ class Rewards:
         if most is None or name not in ANSWER_TERMS or episode.answer_tags <= most:
             return values
         return [*values[:-1], min(values[-1], self._config.many_answers_score)]
-
-
-class OverdueError(Exception):
-    """A user-defined function exceeded its time-out."""
 
 
 class TimedCalls:
