@@ -23,7 +23,8 @@ from bench.gpu.part import in_new_process
 from rlsys.config.schema import OnUpdate, RolloutConfig, SearchConfig, SglangConfig, SyncMode, TaskConfig
 from rlsys.observe.environment import version_of
 from rlsys.rollout.agent.recorder import Generation, TurnSampling
-from rlsys.rollout.engine import EngineDriver, RolloutWorker
+from rlsys.rollout.engine import EngineDriver
+from rlsys.rollout.worker import RolloutWorker
 from rlsys.weights.hf_io import HfReader
 from rlsys.weights.transport import TransportSpec, digest, open_sender, pack_into
 from rlsys.weights.weight_map import aligned, packed

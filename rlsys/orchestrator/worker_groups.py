@@ -169,7 +169,7 @@ async def build_groups(
 
 def _rollout_worker(config: RunConfig, seed: int) -> Any:
     """Build one engine's worker; runs in the worker's process. `search.url` names a running server."""
-    from rlsys.rollout.engine import RolloutWorker  # imports torch; keep it out of the driver
+    from rlsys.rollout.worker import RolloutWorker  # imports torch; keep it out of the driver
 
     cluster = config.cluster
     return RolloutWorker(

@@ -27,7 +27,7 @@ from rlsys.config.schema import ClusterConfig, Device, Dtype, RolloutConfig, Sea
 from rlsys.data.question import Question
 from rlsys.errors import RunError
 from rlsys.rollout.agent.episode import EngineDied
-from rlsys.rollout.engine import RolloutWorker
+from rlsys.rollout.worker import RolloutWorker
 from tests.cluster.toy import Toy
 from tests.support.ports import free_port
 from tests.support.refusals import refused

@@ -15,7 +15,8 @@ from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
 from rlsys.config.schema import RolloutConfig
 from rlsys.data.question import Question
 from rlsys.rollout.agent.recorder import Generation, TurnSampling
-from rlsys.rollout.engine import EngineDriver, RolloutWorker
+from rlsys.rollout.engine import EngineDriver
+from rlsys.rollout.worker import RolloutWorker
 from tests.support import tiny
 from tests.support.tensors import digest_of, pack
 

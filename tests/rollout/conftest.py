@@ -17,7 +17,7 @@ import pytest
 import pytest_asyncio
 
 from rlsys.config.schema import Device, Dtype, RolloutConfig, SearchConfig, SglangConfig, TaskConfig
-from rlsys.rollout.engine import RolloutWorker
+from rlsys.rollout.worker import RolloutWorker
 from tests.rollout.bench import Bench
 from tests.support import tiny
 

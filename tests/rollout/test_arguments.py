@@ -19,9 +19,9 @@ from rlsys.config.schema import Device, RolloutConfig, SamplingConfig, SearchCon
 from rlsys.errors import Code
 from rlsys.rollout import sglang_cpu
 from rlsys.rollout.agent.recorder import OnTokens, TurnSampling, evaluation_sampling
-from rlsys.rollout.engine import RolloutWorker
 from rlsys.rollout.interface import EngineError, EngineSetup
 from rlsys.rollout.sglang_engine import SglangEngine
+from rlsys.rollout.worker import RolloutWorker
 from tests.support import tiny
 from tests.support.refusals import refused
 from tests.support.tiny_models import POLICY

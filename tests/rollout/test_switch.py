@@ -19,11 +19,12 @@ from rlsys.errors import RunError
 from rlsys.rollout import sglang_cpu
 from rlsys.rollout.agent.episode import EngineDied
 from rlsys.rollout.agent.recorder import TurnSampling
-from rlsys.rollout.engine import DrainLock, EngineDriver, Liveness
+from rlsys.rollout.engine import EngineDriver, Liveness
 from rlsys.rollout.interface import EngineCapabilities
 from rlsys.rollout.sglang_engine import as_generation, read_stream
 from rlsys.rollout.sglang_weights import sha256_prefix
 from rlsys.rollout.staging import StagedVersion
+from rlsys.rollout.worker import DrainLock
 from rlsys.weights.transport import Bucket, pack_into, unpack
 from tests.support.tensors import digest_of, pack
 from tests.support.tiny_models import POLICY
