@@ -42,16 +42,8 @@ from rlsys.cluster.worker_group import WorkerGroup
 from rlsys.config.schema import ClusterConfig, Device, Dtype, Layers, ModelConfig, ParallelConfig, SyncMode
 from rlsys.observe.spans import Tracer
 from rlsys.orchestrator.weight_sync import SyncReport, WeightSync
-from rlsys.weights.transport import (
-    Bucket,
-    BucketHandle,
-    Sender,
-    TransportSpec,
-    digest,
-    open_receiver,
-    open_sender,
-    unpack,
-)
+from rlsys.weights.bucket import Bucket, digest, unpack
+from rlsys.weights.transport import BucketHandle, Sender, TransportSpec, open_receiver, open_sender
 from rlsys.weights.weight_map import Architecture
 
 RESULT = Path("outputs/bench/weight_sync.json")

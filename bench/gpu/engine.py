@@ -25,8 +25,9 @@ from rlsys.observe.environment import version_of
 from rlsys.rollout.agent.recorder import Generation, TurnSampling
 from rlsys.rollout.engine import EngineDriver
 from rlsys.rollout.worker import RolloutWorker
+from rlsys.weights.bucket import digest, pack_into
 from rlsys.weights.hf_io import HfReader
-from rlsys.weights.transport import TransportSpec, digest, open_sender, pack_into
+from rlsys.weights.transport import TransportSpec, open_sender
 from rlsys.weights.weight_map import aligned, packed
 
 MEMORY_FRACTION = 0.6

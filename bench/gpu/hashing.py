@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 
 from bench.gpu.figures import Figure, Setting, compared, holds
-from rlsys.weights.transport import DEVICE_PIECE_BYTES, await_device, checksum, copy_gb_s, hash_pieces
+from rlsys.trainer.export import copy_gb_s
+from rlsys.weights.bucket import DEVICE_PIECE_BYTES, checksum, hash_pieces
+from rlsys.weights.transport import await_device
 
 REPEATS = 3
 _SIZES = (1, 7, 8, 4097, DEVICE_PIECE_BYTES - 1, DEVICE_PIECE_BYTES, DEVICE_PIECE_BYTES + 1, 2 * DEVICE_PIECE_BYTES + 9)

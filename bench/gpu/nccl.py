@@ -13,7 +13,8 @@ import torch
 
 from bench.gpu.figures import Figure, Setting, at_most, holds
 from rlsys.config.schema import SyncMode
-from rlsys.weights.transport import Meeting, TransportSpec, await_device, checksum, open_sender, pack_into
+from rlsys.weights.bucket import checksum, pack_into
+from rlsys.weights.transport import Meeting, TransportSpec, await_device, open_sender
 
 OPENINGS, BUCKETS = 2, 3
 _TIMEOUT_S, _LEAVING_S = 30.0, 10.0

@@ -14,7 +14,7 @@ from torch import Tensor
 from bench.gpu.figures import Figure, Setting, at_most, holds
 from bench.gpu.trainer import make_actor, random_micro_batch
 from rlsys.trainer.offload import gradient_buffers
-from rlsys.weights.transport import hash_pieces
+from rlsys.weights.bucket import hash_pieces
 from rlsys.weights.weight_map import read_architecture
 
 ROUNDS = 2

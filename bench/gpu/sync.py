@@ -21,6 +21,7 @@ from bench.gpu.figures import Figure, Setting, at_most, compared, holds
 from bench.gpu.trainer import make_actor
 from rlsys.config.schema import Device, SyncMode
 from rlsys.trainer.actor import Actor
+from rlsys.weights.bucket import digest, unpack
 from rlsys.weights.transport import (
     SLOTS,
     IpcReceiver,
@@ -28,10 +29,8 @@ from rlsys.weights.transport import (
     Receiver,
     Sender,
     TransportSpec,
-    digest,
     open_receiver,
     open_sender,
-    unpack,
 )
 
 REPEATS = 3

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from rlsys.config.schema import Device, Dtype
 from rlsys.rollout.agent.recorder import Generation, OnTokens, TurnSampling
 from rlsys.rollout.interface import EngineCapabilities, EngineSetup, RolloutEngine
-from rlsys.weights.transport import Bucket, checksum, unpack
+from rlsys.weights.bucket import Bucket, checksum, unpack
 
 
 class OneByOne(RolloutEngine):

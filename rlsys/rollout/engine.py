@@ -44,7 +44,7 @@ from rlsys.rollout.agent.recorder import Generation, OnTokens, TurnSampling
 from rlsys.rollout.interface import EngineError, EngineSetup
 from rlsys.rollout.kinds import open_engine
 from rlsys.rollout.staging import AdapterMerger, StagedVersion
-from rlsys.weights.transport import Bucket, ChecksumError
+from rlsys.weights.bucket import Bucket, ChecksumError
 from rlsys.weights.weight_map import Architecture
 
 T = TypeVar("T")

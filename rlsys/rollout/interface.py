@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
     from rlsys.rollout.staging import WeightCheck
-    from rlsys.weights.transport import Bucket
+    from rlsys.weights.bucket import Bucket
     from rlsys.weights.weight_map import Architecture
 
 ANY = sys.maxsize

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from rlsys.rollout.sglang_process import Answer, SglangProcess
     from rlsys.rollout.sglang_weights import SglangWeights
-    from rlsys.weights.transport import Bucket
+    from rlsys.weights.bucket import Bucket
     from rlsys.weights.weight_map import Architecture
 
 FLUSH_TIMEOUT_S = 30.0

@@ -34,8 +34,8 @@ from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorMetadata
 from rlsys.files import remove_shared_memory
 from rlsys.rollout import sglang_entry
 from rlsys.rollout.memory_saver import start_variables
+from rlsys.weights.bucket import Bucket
 from rlsys.weights.sockets import INTERFACE_VARIABLES, environment, listener
-from rlsys.weights.transport import Bucket
 
 # SGLang's modules make uvloop's policy that of the process. Under it, a loop of asyncio cannot start programs, such as
 # agents and MCP servers.

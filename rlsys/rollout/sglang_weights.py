@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from rlsys.rollout.staging import WeightCheck
-from rlsys.weights.transport import bytes_of
+from rlsys.weights.bucket import bytes_of
 from rlsys.weights.weight_map import Cut, Entry, WeightMap, rules_of
 
 Hasher = Callable[[Sequence[Tensor]], str]

@@ -15,10 +15,11 @@ import torch
 from torch import Tensor
 
 from rlsys.config.schema import LoraConfig
+from rlsys.weights.bucket import Bucket, ChecksumError, checksum, digest, pack_into, unpack
 from rlsys.weights.checkpoint.adapters import checksums_in
 from rlsys.weights.hf_io import HfReader
 from rlsys.weights.lora import adapter_map, is_target, merged_parts, peft_name, weight_of
-from rlsys.weights.transport import Bucket, ChecksumError, bucket_memory, checksum, digest, pack_into, unpack
+from rlsys.weights.transport import bucket_memory
 from rlsys.weights.weight_map import Architecture, Entry, WeightMap, aligned, packed
 
 BUCKET_BYTES = 256 * 1024**2
@@ -62,7 +63,7 @@ class WeightCheck(ABC):
 class PlainWeights(WeightCheck):
     """Check of an engine that holds every tensor whole, under its Hugging Face name and in the engine's dtype.
 
-    The hash is `rlsys.weights.transport.checksum`.
+    The hash is `rlsys.weights.bucket.checksum`.
     """
 
     def __init__(self, dtype: torch.dtype, tied: bool) -> None:

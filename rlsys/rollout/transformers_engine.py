@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     import psutil
 
     from rlsys.rollout.transformers_process import DecoderSpec
-    from rlsys.weights.transport import Bucket
+    from rlsys.weights.bucket import Bucket
 
 _JOIN_S = 5.0
 """Time for the child to end by itself before it is killed."""

@@ -36,8 +36,8 @@ from rlsys.components import one_line
 from rlsys.data.trajectory import Routes, routes_type
 from rlsys.errors import UserError
 from rlsys.rollout.agent.recorder import Generation, TurnSampling
+from rlsys.weights.bucket import Bucket, ChecksumError, TensorRecord, checksum, unpack
 from rlsys.weights.hf_io import by_expert, with_attention_scale
-from rlsys.weights.transport import Bucket, ChecksumError, TensorRecord, checksum, unpack
 
 Message = tuple[str, str, Any]
 """Kind (answer, error, tokens or beat), key of the call or request, and content."""

@@ -18,12 +18,14 @@ an engine fuses.
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from math import prod
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
@@ -34,23 +36,14 @@ from rlsys.config.schema import SyncMode
 from rlsys.errors import RunError, UserError
 from rlsys.trainer.mesh import MeshCoordinates
 from rlsys.trainer.model.stage_model import PolicyModel, StageModel, ValueModel
+from rlsys.weights.bucket import Bucket, BucketFullError, Memory, digest, pack_into
 from rlsys.weights.checkpoint.adapters import BaseModel
 from rlsys.weights.hf_io import HfReader, check_repeated
-from rlsys.weights.transport import (
-    Bucket,
-    BucketFullError,
-    BucketHandle,
-    IpcSender,
-    Memory,
-    Sender,
-    TransportSpec,
-    bucket_memory,
-    copy_gb_s,
-    digest,
-    open_sender,
-    pack_into,
-)
+from rlsys.weights.transport import BucketHandle, IpcSender, Sender, TransportSpec, bucket_memory, open_sender
 from rlsys.weights.weight_map import Entry, ShardLoader, WeightMap, aligned, packed, shares_bucket
+
+_COPY_BYTES = 256 * 1024 * 1024  # Size limit of a measured copy; larger copies run at the same speed.
+_COPY_ROUNDS = 3
 
 
 def update_loader(model: StageModel) -> ShardLoader:
@@ -365,3 +358,26 @@ class Export:
         bucket = Bucket(sender.next_slot()[:nbytes], records)
         dist.recv(bucket.flat, src=owner, group=self._owners)
         return bucket
+
+
+def copy_gb_s(nbytes: int, device: torch.device) -> float:
+    """Return the speed in GB/s (10^9) of copying `nbytes` on `device`: best of a few rounds, one thread on a CPU."""
+    size = min(nbytes, _COPY_BYTES)
+    fastest = _fastest_s(size, device)
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    return size / fastest / 1e9
+
+
+def _fastest_s(size: int, device: torch.device) -> float:
+    source, target = (torch.ones(size, dtype=torch.uint8, device=device) for _ in range(2))
+    fastest = float("inf")
+    for _ in range(_COPY_ROUNDS):
+        started = time.perf_counter()
+        if device.type == "cuda":
+            target.copy_(source)
+            torch.cuda.synchronize(device)
+        else:
+            np.copyto(target.numpy(), source.numpy())
+        fastest = min(fastest, time.perf_counter() - started)
+    return fastest

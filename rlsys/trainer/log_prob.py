@@ -54,20 +54,11 @@ from rlsys.trainer.forward import ContextShare, context_shares, forward, without
 from rlsys.trainer.model.logprobs import lay_out, logprobs_at, token_logprobs, top_tokens
 from rlsys.trainer.model.stage_model import PolicyModel
 from rlsys.trainer.offload import Offload, OffloadStats, Tensors
+from rlsys.weights.bucket import Bucket, ChecksumError, digest, unpack
 from rlsys.weights.checkpoint import sharded
 from rlsys.weights.checkpoint.sharded import CheckpointContent, CheckpointWriter, restore_generators
 from rlsys.weights.checkpoint.store import CheckpointInfo, WriteStats, read_checkpoint_info
-from rlsys.weights.transport import (
-    Bucket,
-    BucketHandle,
-    ChecksumError,
-    Receiver,
-    Sender,
-    TransportSpec,
-    digest,
-    open_receiver,
-    unpack,
-)
+from rlsys.weights.transport import BucketHandle, Receiver, Sender, TransportSpec, open_receiver
 from rlsys.weights.weight_map import ShardLoader, read_architecture
 
 DevicePicks = tuple[Tensor, Tensor]

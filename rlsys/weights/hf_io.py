@@ -37,7 +37,7 @@ from torch import Tensor
 
 from rlsys.errors import Code, UserError
 from rlsys.files import named
-from rlsys.weights.transport import bytes_of, checksum, write_all
+from rlsys.weights.bucket import bytes_of, checksum, write_all
 from rlsys.weights.weight_map import WeightMap
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"

@@ -16,9 +16,9 @@ from rlsys.config.schema import LoraConfig, LoraSync
 from rlsys.errors import RunError
 from rlsys.rollout.sglang_weights import Layout, SglangWeights, sha256_prefix
 from rlsys.rollout.staging import AdapterMerger, PlainWeights, StagedVersion
+from rlsys.weights.bucket import Bucket, ChecksumError, checksum, unpack
 from rlsys.weights.checkpoint.adapters import BaseModel
 from rlsys.weights.lora import adapter_map
-from rlsys.weights.transport import Bucket, ChecksumError, checksum, unpack
 from rlsys.weights.weight_map import ADAPTER_PREFIX, Architecture, WeightMap, read_architecture
 from tests.rollout.bench import Bench, endless, greedy
 from tests.support import tiny

@@ -14,7 +14,8 @@ import torch
 
 from rlsys.rollout.sglang_weights import Layout, SglangWeights, sha256_prefix
 from rlsys.rollout.staging import StagedVersion
-from rlsys.weights.transport import ChecksumError, bucket_memory, pack_into, unpack
+from rlsys.weights.bucket import ChecksumError, pack_into, unpack
+from rlsys.weights.transport import bucket_memory
 from rlsys.weights.weight_map import WeightMap, architecture_of
 from tests.support.tensors import digest_of, pack
 from tests.trainer import reference

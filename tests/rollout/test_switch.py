@@ -25,7 +25,7 @@ from rlsys.rollout.sglang_engine import as_generation, read_stream
 from rlsys.rollout.sglang_weights import sha256_prefix
 from rlsys.rollout.staging import StagedVersion
 from rlsys.rollout.worker import DrainLock
-from rlsys.weights.transport import Bucket, pack_into, unpack
+from rlsys.weights.bucket import Bucket, pack_into, unpack
 from tests.support.tensors import digest_of, pack
 from tests.support.tiny_models import POLICY
 

@@ -20,7 +20,7 @@ from rlsys.errors import RunError
 from rlsys.rollout.agent.episode import EngineDied
 from rlsys.rollout.agent.recorder import TurnSampling
 from rlsys.rollout.engine import EngineDriver
-from rlsys.weights.transport import Bucket
+from rlsys.weights.bucket import Bucket
 from tests.rollout.bench import EngineBench, endless, greedy, greedy_by_transformers
 from tests.rollout.contract import ENDS, End, Progress, assert_logprobs, check_end, check_end_token, check_switch
 from tests.support import tiny

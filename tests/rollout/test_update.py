@@ -14,7 +14,8 @@ import pytest
 from rlsys.config.schema import Device, OnUpdate, SyncMode
 from rlsys.data.trajectory import Trajectory
 from rlsys.errors import RunError
-from rlsys.weights.transport import Bucket, BucketHandle, TransportSpec, pack_into
+from rlsys.weights.bucket import Bucket, pack_into
+from rlsys.weights.transport import BucketHandle, TransportSpec
 from tests.rollout.bench import QUESTION, STOP, Bench, endless, greedy, greedy_by_transformers
 from tests.support import tiny
 from tests.support.tensors import digest_of, pack

@@ -37,7 +37,8 @@ from rlsys.orchestrator.weight_sync import WeightSync
 from rlsys.orchestrator.worker_groups import ActorGroup, InferenceGroup, OffloadManager, launch_megatron, scores_of
 from rlsys.rollout.agent.tokens import EpisodeProgress
 from rlsys.trainer.batches import BatchSharder, MicroBatch, Plan
-from rlsys.weights.transport import BucketHandle, Receiver, TransportSpec, open_receiver, unpack
+from rlsys.weights.bucket import unpack
+from rlsys.weights.transport import BucketHandle, Receiver, TransportSpec, open_receiver
 from tests.support.megatron_processes import Host, HostedGroup
 from tests.support.recorded_episodes import Recording
 

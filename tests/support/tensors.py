@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rlsys.weights.transport import Bucket, digest, pack_into
+from rlsys.weights.bucket import Bucket, digest, pack_into
 from rlsys.weights.weight_map import aligned, packed
 
 

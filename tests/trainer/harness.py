@@ -20,7 +20,8 @@ from rlsys.config.schema import (
 from rlsys.trainer.actor import Actor, Objective
 from rlsys.trainer.batches import MicroBatch, collate
 from rlsys.trainer.export import WeightSender
-from rlsys.weights.transport import Bucket, TransportSpec, open_receiver, open_sender, unpack
+from rlsys.weights.bucket import Bucket, unpack
+from rlsys.weights.transport import TransportSpec, open_receiver, open_sender
 from tests.support.megatron_processes import Group
 from tests.support.tensors import digest_of
 from tests.trainer import reference

@@ -16,8 +16,8 @@ from rlsys.trainer.batches import MicroBatch
 from rlsys.trainer.export import update_loader
 from rlsys.trainer.forward import context_shares, forward
 from rlsys.trainer.log_prob import LogProbWorker, ReferencePlan
+from rlsys.weights.bucket import Bucket, ChecksumError, unpack
 from rlsys.weights.checkpoint.adapters import BaseModel
-from rlsys.weights.transport import Bucket, ChecksumError, unpack
 from rlsys.weights.weight_map import Cut
 from tests.support.megatron_processes import Group
 from tests.support.tensors import digest_of

@@ -13,7 +13,7 @@ from rlsys.config.schema import AdamwConfig, Dtype, LrDecay
 from rlsys.trainer.batches import MicroBatch, collate
 from rlsys.trainer.log_prob import LogProbWorker, ReferencePlan
 from rlsys.trainer.optimizer import learning_rate
-from rlsys.weights.transport import Bucket, ChecksumError, unpack
+from rlsys.weights.bucket import Bucket, ChecksumError, unpack
 from rlsys.weights.weight_map import largest_tensor_bytes, read_architecture
 from tests.support.megatron_processes import Group, on_ranks
 from tests.support.tensors import digest_of

@@ -17,7 +17,7 @@ from rlsys.trainer import export as export_module
 from rlsys.trainer.export import export_plan
 from rlsys.trainer.log_prob import LogProbWorker
 from rlsys.trainer.mesh import mesh_coordinates
-from rlsys.weights.transport import Bucket, digest, unpack
+from rlsys.weights.bucket import Bucket, digest, unpack
 from rlsys.weights.weight_map import largest_tensor_bytes, read_architecture
 from tests.support import transport_ends as ends
 from tests.support.megatron_processes import Group, on_ranks

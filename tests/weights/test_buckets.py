@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from rlsys.config.schema import Dtype
-from rlsys.weights import transport
-from rlsys.weights.transport import (
+from rlsys.weights import bucket as bucket_module
+from rlsys.weights.bucket import (
     Bucket,
     BucketFullError,
     ChecksumError,
@@ -133,7 +133,7 @@ def test_device_hash_equals_its_definition_piece_by_piece(several: list[bytes]) 
     piece = 64
     expected = [[hash_in_whole_numbers(data[at : at + piece]) for at in range(0, len(data), piece)] for data in several]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(transport, "DEVICE_PIECE_BYTES", piece)
+        patch.setattr(bucket_module, "DEVICE_PIECE_BYTES", piece)
         assert hash_pieces([torch.tensor(list(data), dtype=torch.uint8) for data in several]) == expected
 
 

@@ -29,6 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from rlsys.config.schema import Device, SyncMode
 from rlsys.errors import PeerLost, RunError
 from rlsys.weights import transport
+from rlsys.weights.bucket import pack_into, unpack
 from rlsys.weights.transport import (
     EVENT_SYNC_REQUIRED,
     STORAGE_DEVICE,
@@ -42,8 +43,6 @@ from rlsys.weights.transport import (
     TransportSpec,
     open_receiver,
     open_sender,
-    pack_into,
-    unpack,
 )
 from tests.support.megatron_processes import Shell, fresh
 from tests.support.tensors import raw, some_tensors

@@ -22,9 +22,9 @@ from rlsys.config.schema import Device, Dtype, Layers, ModelConfig, ParallelConf
 from rlsys.errors import UserError
 from rlsys.trainer import mesh
 from rlsys.trainer.batches import MicroBatch
+from rlsys.weights.bucket import checksum, dtype_name
 from rlsys.weights.convert.model_folder import HfModel, StoredModel, open_model
 from rlsys.weights.hf_io import TensorSpec, with_attention_scale
-from rlsys.weights.transport import checksum, dtype_name
 from rlsys.weights.weight_map import read_architecture
 
 MISSING = "-"

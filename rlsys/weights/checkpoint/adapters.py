@@ -16,11 +16,11 @@ from torch import Tensor
 
 from rlsys.config.schema import LoraConfig
 from rlsys.errors import UserError
+from rlsys.weights.bucket import checksum, digest
 from rlsys.weights.checkpoint.megatron_reader import MegatronCheckpoint
 from rlsys.weights.checkpoint.store import CheckpointInfo, is_complete, read_checkpoint_info
 from rlsys.weights.hf_io import HfReader, check_repeated
 from rlsys.weights.lora import A, B, adapter_map, is_target, merged_parts, peft_name, target_modules
-from rlsys.weights.transport import checksum, digest
 from rlsys.weights.weight_map import Architecture, Entry, WeightMap
 
 _BASE = "base"

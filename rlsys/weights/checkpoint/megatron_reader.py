@@ -35,9 +35,9 @@ from torch.distributed.checkpoint.utils import _create_file_view
 from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 
 from rlsys.errors import UserError
+from rlsys.weights.bucket import checksum
 from rlsys.weights.checkpoint.store import is_complete, read_checkpoint_info
 from rlsys.weights.hf_io import map_bytes, unreadable
-from rlsys.weights.transport import checksum
 from rlsys.weights.weight_map import VOCAB_MULTIPLE, Architecture, Cut, Entry, WeightMap, chunk_layers
 
 METADATA, BACKEND, COMMON = ".metadata", "metadata.json", "common.pt"

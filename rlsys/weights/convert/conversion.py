@@ -42,6 +42,7 @@ from torch import Tensor
 from rlsys.config.schema import ParallelConfig
 from rlsys.errors import Interrupted, RunError, UserError
 from rlsys.files import LOCK, working_folder
+from rlsys.weights.bucket import dtype_name
 from rlsys.weights.checkpoint.adapters import MergedCheckpoint
 from rlsys.weights.checkpoint.megatron_reader import MegatronCheckpoint
 from rlsys.weights.checkpoint.store import CheckpointInfo
@@ -63,7 +64,6 @@ from rlsys.weights.convert.model_folder import (
 )
 from rlsys.weights.hf_io import INDEX, SINGLE, HfReader, TensorSpec, file_bytes, stacked, write_safetensors
 from rlsys.weights.lora import peft_config, peft_name
-from rlsys.weights.transport import dtype_name
 from rlsys.weights.weight_map import Entry, WeightMap, load_family, packed
 
 SHARD_BYTES = 5 * 1000**3  # Default size limit of one safetensors file, as in Hugging Face.

@@ -21,10 +21,10 @@ import torch
 from torch import Tensor
 
 from rlsys.errors import UserError
+from rlsys.weights.bucket import dtype_name
 from rlsys.weights.checkpoint.adapters import MergedCheckpoint, adapters_in
 from rlsys.weights.checkpoint.megatron_reader import MegatronCheckpoint, open_checkpoint
 from rlsys.weights.hf_io import INDEX, HfReader, TensorSpec, check_repeated
-from rlsys.weights.transport import dtype_name
 from rlsys.weights.weight_map import Architecture, WeightMap, read_architecture
 
 CONFIG = "config.json"

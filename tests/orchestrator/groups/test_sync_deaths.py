@@ -29,7 +29,8 @@ from rlsys.orchestrator.membership import NoEngineLeft
 from rlsys.orchestrator.weight_sync import WeightSync
 from rlsys.trainer.export import WeightSender
 from rlsys.weights import transport
-from rlsys.weights.transport import Bucket, BucketHandle, Receiver, TransportSpec, digest, pack_into, unpack
+from rlsys.weights.bucket import Bucket, digest, pack_into, unpack
+from rlsys.weights.transport import BucketHandle, Receiver, TransportSpec
 from tests.orchestrator.groups.engines import CALL_TIMEOUT_S, make
 from tests.orchestrator.groups.simulated_sync import BUCKETS, Simulation
 from tests.support.megatron_processes import Host, Shell, fresh
