@@ -339,8 +339,9 @@ def _front_title(front_matter: str) -> str | None:
     if not isinstance(root, yaml.MappingNode):
         return None
     title = next((value for key, value in reversed(root.value) if key.value == "title"), None)
-    named = isinstance(title, yaml.ScalarNode) and title.tag != "tag:yaml.org,2002:null"
-    return str(title.value) if named else ""
+    if not isinstance(title, yaml.ScalarNode) or title.tag == "tag:yaml.org,2002:null":
+        return ""
+    return str(title.value)
 
 
 def _path(title: str, headings: dict[int, str]) -> str:
