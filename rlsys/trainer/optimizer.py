@@ -254,7 +254,7 @@ class ShardedAdamW(DistributedOptimizer):
         for buffer, by_dtype, flat in zip(self.buffers, self.gbuf_ranges, self._flat, strict=True):
             (ranges_of_buckets,) = by_dtype.values()
             for key, whole in flat.items():
-                mine = [(view.storage_offset(), host.view(-1)) for view, host in wanted if view._base is whole]
+                mine = [(int(view.storage_offset()), host.view(-1)) for view, host in wanted if view._base is whole]
                 filled += len(mine)
                 for bucket, ranges in zip(buffer.buckets, ranges_of_buckets, strict=True):
                     for run in self._gathered(bucket, ranges["param_map"], key):

@@ -149,9 +149,10 @@ def repeat_empty_states(module: torch.nn.Module) -> None:
             raise ValueError("The FP8 recipe has a state, which must be split between experts.")
         return [state] * layer.num_gemms
 
-    for layer in module.modules():
-        if hasattr(layer, "_split_extra_state"):
-            layer._split_extra_state = partial(split, layer)
+    each: Any
+    for each in module.modules():
+        if hasattr(each, "_split_extra_state"):
+            each._split_extra_state = partial(split, each)
 
 
 def transformer_config(
