@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlsys.algorithms.losses import DIVISOR, LossInputs, policy_loss, reduce_stats
+from rlsys.algorithms.losses import DIVISOR, policy_loss, reduce_stats
 from rlsys.config.algorithm import Aggregation, AlgorithmConfig, LldsConfig, LldsGate, PpoLoss
 from tests.algorithms.loss_reference import Episode, Flat, Token, episodes
 
@@ -109,11 +109,3 @@ def test_updates_without_a_correct_episode_have_no_measure() -> None:
     _, stats = computed(CLIPPED, Flat(CLIPPED, HAND[1:]))
     assert stats["correct"] == 0
     assert not any(name.startswith("correct") for name in reduce_stats([{**stats, DIVISOR: 1}]))
-
-
-def test_gate_by_turns_without_turns_is_refused() -> None:
-    flat = Flat(CLIPPED, HAND)
-    inputs: LossInputs = replace(flat.inputs, turns=None)
-    with pytest.raises(ValueError, match="turns"):
-        policy_loss(with_llds(LldsGate.turn))(flat.logprobs, None, inputs)
-    assert policy_loss(with_llds(LldsGate.trajectory))(flat.logprobs, None, inputs)[0].isfinite()

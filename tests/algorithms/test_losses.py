@@ -312,6 +312,8 @@ def test_loss_term_without_its_input_is_refused() -> None:
     full = replace(CONFIG, kl_estimator=FullKl("full_forward"))
     with pytest.raises(ValueError, match="full_forward"):
         policy_loss(full)(logprobs, entropy, replace(inputs, divergence=None))
+    with pytest.raises(ValueError, match="turns"):
+        policy_loss(replace(CONFIG, llds=LldsConfig(coef=0.2)))(logprobs, entropy, replace(inputs, turns=None))
     with pytest.raises(ValueError, match="divisor"):
         reduce_stats([{"tokens": 1.0, "policy_loss": 1.0}])
 
