@@ -8,16 +8,12 @@ import pytest
 
 from rlsys.cluster.planning.memory import GIB, engine_weights_bytes, group_memory, kv_cache_tokens, kv_token_bytes
 from rlsys.config.compose import PROJECT_CONFIGS
-from rlsys.config.schema import RunConfig, SglangConfig, TransformersConfig
+from rlsys.config.schema import SglangConfig, TransformersConfig
 from rlsys.orchestrator.validate import find_problems
 from rlsys.rollout.kinds import engine_class
 from rlsys.weights.weight_map import read_architecture
 from tests.support.composed import composed
 from tests.trainer import reference
-
-
-def config_of(*settings: str) -> RunConfig:
-    return composed(*settings)
 
 
 @pytest.mark.parametrize(
@@ -30,7 +26,7 @@ def config_of(*settings: str) -> RunConfig:
     ],
 )
 def test_settings_that_an_engine_cannot_run_are_refused(kind: str, settings: list[str], keys: list[str]) -> None:
-    problems = [*find_problems(config_of(f"rollout.engine={kind}", *settings))]
+    problems = [*find_problems(composed(f"rollout.engine={kind}", *settings))]
     assert [problem.key for problem in problems if problem.key.startswith(("rollout.engine", "trainer"))] == keys
 
 
@@ -47,13 +43,13 @@ EXPERTS = PROJECT_CONFIGS / "model/shapes/qwen3-30b-a3b"
     ],
 )
 def test_replay_of_routes_needs_experts_and_an_engine_that_returns_them(settings: list[str], code: str | None) -> None:
-    problems = find_problems(config_of("algorithm.router_replay=r3", *settings))
+    problems = find_problems(composed("algorithm.router_replay=r3", *settings))
     assert [one.code for one in problems if one.key == "algorithm.router_replay"] == [code] * (code is not None)
 
 
 def test_shared_experts_and_latent_attention_have_neither_routes_to_replay_nor_adapters(tmp_path: Path) -> None:
     reference.tiny_deepseek().save_pretrained(tmp_path)
-    config = config_of(f"model.path={tmp_path}", "algorithm.router_replay=r3", "model.lora.rank=8")
+    config = composed(f"model.path={tmp_path}", "algorithm.router_replay=r3", "model.lora.rank=8")
     found = {problem.key: problem.code for problem in find_problems(config)}
     assert (found["algorithm.router_replay"], found["model.lora.rank"]) == ("unsupported", "unsupported")
     # In each of 3 layers, a token has a latent of 24 numbers, and 8 for its position.
@@ -63,8 +59,8 @@ def test_shared_experts_and_latent_attention_have_neither_routes_to_replay_nor_a
 def test_plan_asks_the_engine_for_its_memory() -> None:
     settings = ["cluster.device=gpu", "cluster.device_memory_gib=10"]
     fast, slow = (
-        config_of(*settings, "rollout.engine.kv_cache_tokens=null"),
-        config_of(*settings, "rollout.engine=transformers"),
+        composed(*settings, "rollout.engine.kv_cache_tokens=null"),
+        composed(*settings, "rollout.engine=transformers"),
     )
     model = read_architecture(fast.model.path)
     weights, token = engine_weights_bytes(fast, model), kv_token_bytes(fast, model)

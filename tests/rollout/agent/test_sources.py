@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from contextlib import closing
 from dataclasses import replace
 
@@ -12,7 +11,7 @@ from rlsys.config.schema import SourceConfig, TaskConfig
 from rlsys.data.trajectory import Action, Finish
 from rlsys.rollout.agent.episode import Episode, EpisodeTools, run_episode
 from rlsys.rollout.tools.interface import named_tools
-from tests.rollout.agent.scripted import CALCULATOR, CODEC, DRAWN, QUESTION, Script, task
+from tests.rollout.agent.scripted import CALCULATOR, CODEC, DRAWN, QUESTION, Script, interrupted, task
 
 SUM, SEARCH, ANSWER = "<calculator>2+3</calculator>", "<search>x</search>", "<answer>5</answer>"
 NOTES = "examples.extend.tool.Notes"
@@ -68,17 +67,12 @@ async def test_only_a_source_whose_tool_has_state_begins_its_episodes_anew() -> 
     for name in config.sources:
         halting = Script([SEARCH, SEARCH, ANSWER], halt=(1, "say"))
         with closing(EpisodeTools(halting, halting, CODEC, config)) as tools:
-            episode = Episode(replace(QUESTION, source=name), 0, tools, DRAWN)
-            running = asyncio.create_task(episode.run())
-            await halting.halted.wait()
-            begun[name] = episode.progress()
-            running.cancel()
-            await asyncio.wait([running])
+            begun[name] = await interrupted(halting, tools, asked=replace(QUESTION, source=name))
     assert {name: len(progress.turns) for name, progress in begun.items() if progress} == {"plain": 1, "notes": 0}
     script = Script([SEARCH, SEARCH, ANSWER])
     with closing(EpisodeTools(script, script, CODEC, config)) as tools:
         for name, progress in begun.items():
-            episode = Episode(replace(QUESTION, source=name), 0, tools, DRAWN, progress)
+            episode = Episode(replace(QUESTION, source=name), 3, tools, DRAWN, progress)
             assert await episode.run() is Finish.ANSWER
         assert tools.metrics() == {"episodes_begun_anew": 1}
     assert [rid.rpartition(".")[2] for rid, _, _ in script.calls] == ["1", "2", "0", "1", "2"]
