@@ -7,7 +7,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.live.test_resume_live import assert_each_prompt_ended_once, first_step, rows, running
+from tests.live.test_resume_live import assert_each_prompt_ended_once, rows, running, wait_for
 from tests.orchestrator.groups.test_real_restarts import worker_of
 from tests.support.processes import is_gone
 from tests.support.runs import LIMIT_S, rlsys
@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.engine]
 def test_engines_leave_and_join_while_a_run_trains(tmp_path: Path) -> None:
     outputs, log = tmp_path / "outputs", tmp_path / "log"
     with running(outputs, log, *RUN) as process:
-        folder = first_step(process, outputs, log)
+        folder = wait_for(process, outputs, log)
         left = worker_of(psutil.Process(process.pid), 0)
         processes = [left, *left.children(recursive=True)]
         said = {}

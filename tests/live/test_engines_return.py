@@ -8,7 +8,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.live.test_resume_live import assert_each_prompt_ended_once, first_step, rows, running
+from tests.live.test_resume_live import assert_each_prompt_ended_once, rows, running, wait_for
 from tests.orchestrator.groups.test_real_restarts import worker_of
 from tests.support.processes import is_gone, words_of
 from tests.support.runs import LIMIT_S
@@ -33,7 +33,7 @@ def scheduler_of(worker: psutil.Process) -> psutil.Process:
 def test_engine_that_is_killed_and_engine_that_hangs_come_back(mode: str, tmp_path: Path) -> None:
     outputs, log = tmp_path / "outputs", tmp_path / "log"
     with running(outputs, log, *RUN, f"cluster.sync_mode={mode}") as process:
-        folder = first_step(process, outputs, log)
+        folder = wait_for(process, outputs, log)
         run = psutil.Process(process.pid)
         killed, worker = worker_of(run, 0), worker_of(run, 1)
         hung = scheduler_of(worker)

@@ -4,7 +4,7 @@ import json
 import subprocess
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -60,43 +60,24 @@ def rows(file: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in file.read_text().splitlines()]
 
 
-def wait_until(process: subprocess.Popen[bytes], log: Path, holds: Callable[[], Any]) -> Any:
-    """Return the result of `holds` once it is true; the run must not end before."""
+def wait_for(process: subprocess.Popen[bytes], outputs: Path, log: Path, steps: int = 1, saved: int = 0) -> Path:
+    """Wait until so many steps are recorded and checkpoints published; the run must not end before. Returns its folder."""
     deadline = time.monotonic() + LIMIT_S
     while time.monotonic() < deadline:
-        if found := holds():
-            return found
+        for metrics in outputs.glob("searchr1_tiny_cpu-*/metrics.jsonl"):
+            checkpoints = [*(metrics.parent / "checkpoints").glob("global_step_*")]
+            if len(checkpoints) >= saved and len(metrics.read_text().splitlines()) >= steps:
+                return metrics.parent
         assert process.poll() is None, log.read_text()[-3000:]
         time.sleep(0.05)
     raise AssertionError(log.read_text()[-3000:])
-
-
-def first_step(process: subprocess.Popen[bytes], outputs: Path, log: Path) -> Path:
-    """Wait until a step is recorded. Returns the run's folder."""
-    (metrics,) = wait_until(
-        process, log, lambda: [one for one in outputs.glob("searchr1_tiny_cpu-*/metrics.jsonl") if rows(one)]
-    )
-    return metrics.parent
-
-
-def wait_for(process: subprocess.Popen[bytes], outputs: Path, step: int, log: Path) -> Path:
-    """Wait until a checkpoint is published and `step` is recorded. Returns the run's folder."""
-
-    def reached() -> Path | None:
-        for metrics in outputs.glob("searchr1_tiny_cpu-*/metrics.jsonl"):
-            saved = list((metrics.parent / "checkpoints").glob("global_step_*"))
-            if saved and len(metrics.read_text().splitlines()) >= step:
-                return metrics.parent
-        return None
-
-    return wait_until(process, log, reached)
 
 
 @pytest.mark.parametrize("settings", [[], GATEWAY], ids=["native", "gateway"])
 def test_every_prompt_is_trained_or_dropped_once_if_the_run_is_killed(settings: list[str], tmp_path: Path) -> None:
     outputs, log = tmp_path / "outputs", tmp_path / "log"
     with running(outputs, log, *RUN, *settings) as process:
-        folder = wait_for(process, outputs, 3, log)
+        folder = wait_for(process, outputs, log, steps=3, saved=1)
     before = rows(folder / "prompts.jsonl")
     with running(outputs, log, *RUN, *settings) as process:
         assert process.wait(LIMIT_S) == 0, log.read_text()[-3000:]
@@ -115,7 +96,7 @@ def test_run_outlives_the_deaths_of_a_megatron_process_and_of_its_search_server(
     """The run itself ends well; its engines are the same processes throughout."""
     outputs, log = tmp_path / "outputs", tmp_path / "log"
     with running(outputs, log, *RUN) as process:
-        folder = wait_for(process, outputs, 2, log)
+        folder = wait_for(process, outputs, log, steps=2, saved=1)
         killed = [victim(process, "rlsys.search.server"), victim(process, "ray::SyncHost")]
         engines = [victim(process, "ray::AsyncHost")]
         for one in killed:
