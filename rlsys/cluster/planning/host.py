@@ -6,10 +6,11 @@
     staged    one copy of the model per engine, from a push to its activation; on its device with sync_mode=ipc, unless
               the engine sleeps
     buckets   weight buckets in the host memory of sender and receivers
+    saved     the copy of each Megatron rank's share of a checkpoint, from which the checkpoint is written
     shared    space in /dev/shm: on a CPU, an engine passes each staged bucket to SGLang's processes there, and the previous
               one may still be mapped
 
-Not counted: the processes themselves, the files of models in the page cache, and checkpoints that are being written.
+Not counted: the processes themselves, and the files of models and checkpoints in the page cache.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from collections import defaultdict
 from dataclasses import dataclass
 from math import inf
 
-from rlsys.cluster.planning.memory import GIB, engine_weights_bytes, group_memory
+from rlsys.cluster.planning.memory import GIB, engine_weights_bytes, group_memory, saved_bytes
 from rlsys.cluster.planning.placement import parse_placement
 from rlsys.config.derived import has_critic, megatron_groups
 from rlsys.config.schema import Device, Mode, RunConfig, SyncMode
@@ -42,12 +43,13 @@ class HostMemory:
     pinned: float = 0.0
     staged: float = 0.0
     buckets: float = 0.0
+    saved: float = 0.0
     shared: float = 0.0
 
     @property
     def total(self) -> float:
         """All bytes except `shared`."""
-        return self.groups + self.pinned + self.staged + self.buckets
+        return self.groups + self.pinned + self.staged + self.buckets + self.saved
 
 
 def stages_in_host(config: RunConfig) -> bool:
@@ -73,6 +75,7 @@ def host_memory(config: RunConfig, model: Architecture) -> HostMemory:
             here.groups += memory.total if on_cpu else 0.0
             here.pinned += sum(memory.parts.get(part, 0.0) for part in offloaded) if away else 0.0
             here.buckets += bucket * _RECEIVED[cluster.sync_mode] * (name == "inference")
+            here.saved += 0.0 if name == "rollout" else saved_bytes(config, model, name) / len(ranks[name])
     machines[ranks["actor"][0] // per_machine].buckets += bucket * _SENT[cluster.sync_mode]
     copy = engine_weights_bytes(config, model) * tp if stages_in_host(config) else 0.0
     for first in sorted(ranks["rollout"])[::tp]:

@@ -139,17 +139,21 @@ def trained_parameters(config: RunConfig, model: Architecture, group: str = "act
 
 
 def checkpoint_bytes(config: RunConfig, model: Architecture) -> float:
-    """Return the bytes of one complete checkpoint.
+    """Return the bytes of one complete checkpoint."""
+    return sum(saved_bytes(config, model, group) for group in megatron_groups(config))
+
+
+def saved_bytes(config: RunConfig, model: Architecture, group: str) -> float:
+    """Return the bytes that all ranks of `group` together write to a checkpoint.
 
     Each trained parameter has its weight, a float32 copy and the optimiser's state (measured with AdamW: 16.2 bytes
-    per parameter for float32 weights). A moving reference adds its weights and a float32 copy.
+    per parameter for float32 weights). A moving reference has its weights and a float32 copy.
     """
-    weight, nbytes = BYTES[config.model.dtype] + 4, 0.0
-    for name, settings in megatron_groups(config).items():
-        if not isinstance(settings, InferenceConfig):
-            state = state_bytes(settings.optimizer, matrix_share(model))
-            nbytes += trained_parameters(config, model, name) * (weight + state)
-    if has_reference(config.algorithm) and moves_reference(config.algorithm):
+    settings, weight, nbytes = megatron_groups(config)[group], BYTES[config.model.dtype] + 4, 0.0
+    if not isinstance(settings, InferenceConfig):
+        state = state_bytes(settings.optimizer, matrix_share(model))
+        nbytes += trained_parameters(config, model, group) * (weight + state)
+    if group == "inference" and has_reference(config.algorithm) and moves_reference(config.algorithm):
         nbytes += count_parameters(model) * weight
     return nbytes
 

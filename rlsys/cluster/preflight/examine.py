@@ -472,6 +472,7 @@ def _host_memory(needs: Mapping[str, float], machine: ThisMachine) -> Finding:
         "pinned": "groups that are off their devices (pinned)",
         "staged": "weights that engines stage (pinned on GPUs)",
         "buckets": "weight buckets",
+        "saved": "a checkpoint that is being written",
     }
     free, needed = machine.memory_gib(), sum(needs.get(part, 0.0) for part in told)
     parts = ", ".join(f"{needs[part]:.1f} for {what}" for part, what in told.items() if part in needs)

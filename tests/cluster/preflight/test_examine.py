@@ -18,6 +18,7 @@ from typer.testing import CliRunner
 
 from examples.searchr1.tiny.demo import prepare_world
 from rlsys.apps.cli.main import app
+from rlsys.cluster.planning.resolve import make_plan
 from rlsys.cluster.preflight.examine import (
     REQUIREMENTS,
     Finding,
@@ -221,8 +222,10 @@ def test_missing_requirement_is_the_only_wrong_finding(
 
 
 def test_host_memory_below_the_plan_is_wrong(node_run: Compose) -> None:
-    """Engines that stage in host memory need room for the weights; /dev/shm is for NCCL alone."""
-    short = machine(free_gib={"/dev/shm": 1.0}, memory_gib=0.001)
+    """Checkpoints need room, and engines that stage in host memory more; /dev/shm is for NCCL alone."""
+    saved = make_plan(node_run())["host_gib"]["saved"]
+    assert set(wrong_findings(node_run(), machine(memory_gib=0.9 * saved))) == {"memory"}
+    short = machine(free_gib={"/dev/shm": 1.0}, memory_gib=1.1 * saved)
     assert wrong_findings(node_run(), short) == {}
     colocated = ["cluster=one_node_8_colocated", "trainer.schedule.kind=sequential"]
     for overrides in (["cluster.sync_mode=tensor"], colocated):
