@@ -10,7 +10,7 @@ import torch
 
 from rlsys.config.schema import Device
 from rlsys.rollout import sglang_cpu
-from rlsys.weights.transport import Bucket
+from rlsys.weights.bucket import Bucket
 from tests.support.tensors import pack, raw, some_tensors
 
 
