@@ -13,7 +13,7 @@ from typing import get_args, get_origin, get_type_hints
 
 import pytest
 
-from rlsys.cluster.planning.placement import parallel_problems, parse_ranks
+from rlsys.cluster.planning.placement import engine_problems, parallel_problems, parse_ranks
 from rlsys.config.bounds import out_of_range
 from rlsys.config.derived import needs_server
 from rlsys.config.problems import token_of
@@ -233,6 +233,23 @@ def test_tensor_parallelism_divides_the_width_of_mlps_and_shared_experts(
     model = replace(architecture_of(SHAPE | small), **sizes)
     found = parallel_problems("actor", ParallelConfig(tp=tp, sequence_parallel=True), tp, model)
     assert [one.key for one in found] == ([] if fits else ["actor.parallel.tp"])
+
+
+@pytest.mark.parametrize(
+    ("sizes", "fits"),
+    [
+        ({}, True),
+        ({"ffn": 97}, False),
+        ({"heads": 12, "kv_heads": 3}, False),
+        ({"experts": 4, "expert_ffn": 33}, False),
+        ({"experts": 4, "ffn": 97, "expert_ffn": 34}, True),
+    ],
+)
+def test_engine_divides_the_width_of_experts_too(tiny_run: TinyRun, sizes: Mapping[str, int], fits: bool) -> None:
+    model = replace(architecture_of(SHAPE), **sizes)
+    config = tiny_run("cluster.device=gpu", "rollout.engine.tp=2")
+    found = [one.key for one in engine_problems(config, 2, model)]
+    assert ("rollout.engine.tp" in found) is not fits
 
 
 def test_sequence_beyond_the_sliding_window_needs_an_engine_that_has_the_window(

@@ -302,24 +302,26 @@ def parallel_problems(group: str, parallel: ParallelConfig, world: int, model: A
             f"{key}.pp={parallel.pp} gives the first stage {first} layers, but the layers with experts begin after "
             f"{model.dense_layers}: give it more in {key}.pp_layers, or lower {key}.pp."
         )
-    for name, size in _cut_by_tp(model).items():
-        if size % parallel.tp:
-            yield conflict(f"{key}.tp={parallel.tp} does not divide the model's {size} {name}: choose a divisor.")
-    if model.kv_heads % parallel.tp and parallel.tp % model.kv_heads:
-        yield conflict(
-            f"{key}.tp={parallel.tp} is neither a divisor nor a multiple of the model's {model.kv_heads} key/value heads: "
-            "choose another value."
-        )
+    yield from _tp_problems(f"{key}.tp", parallel.tp, model)
 
 
-def _cut_by_tp(model: Architecture) -> dict[str, int]:
-    """Return the sizes of the model that tensor parallelism divides evenly, by name."""
+def _tp_problems(key: str, tp: int, model: Architecture, *, cuts_experts: bool = False) -> Iterator[UserError]:
+    """Yield problems of the sizes that tensor parallelism divides evenly."""
     sizes = {"attention heads": model.heads}
     if model.dense_layers or not model.experts:
         sizes["columns of an MLP"] = model.ffn
     if model.shared_experts:
         sizes["columns of the shared experts"] = model.shared_experts * model.expert_ffn
-    return sizes
+    if cuts_experts and model.experts:
+        sizes["columns of an expert"] = model.expert_ffn
+    for name, size in sizes.items():
+        if size % tp:
+            yield conflict(f"{key}={tp} does not divide the model's {size} {name}: choose a divisor.")
+    if model.kv_heads % tp and tp % model.kv_heads:
+        yield conflict(
+            f"{key}={tp} is neither a divisor nor a multiple of the model's {model.kv_heads} key/value heads: choose "
+            "another value."
+        )
 
 
 def context_problems(config: RunConfig, group: str, model: Architecture) -> Iterator[UserError]:
@@ -371,10 +373,8 @@ def engine_problems(config: RunConfig, world: int, model: Architecture) -> Itera
             f"cluster.placement.rollout has {world} ranks, which is not a multiple of rollout.engine.tp={tp}: change one "
             "of them."
         )
-    elif model.heads % tp:
-        yield conflict(
-            f"rollout.engine.tp={tp} does not divide the model's {model.heads} attention heads: choose a divisor."
-        )
+    else:
+        yield from _tp_problems("rollout.engine.tp", tp, model, cuts_experts=True)
     yield from capability_problems(config)
     engine = config.rollout.engine
     if isinstance(engine, SglangConfig) and any(rule.stack for rule in rules_of(model)):

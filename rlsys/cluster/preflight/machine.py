@@ -326,8 +326,8 @@ async def _ask(settings: SearchConfig, url: str, question: str) -> SearchAnswer:
     """Query one server once, without a client's retries and hedging."""
     from rlsys.search.wire import Fault, HttpWire, NoReplyError, passages_of, request_body
 
-    token = os.environ.get(settings.token_env) if settings.token_env else None
-    wire, limit_s = HttpWire(token), min(settings.timeout_s, _SEARCH_S)
+    token = os.environ.get(settings.token_env, "").strip() if settings.token_env else ""
+    wire, limit_s = HttpWire(token or None), min(settings.timeout_s, _SEARCH_S)
     try:
         async with asyncio.timeout(limit_s):
             reply = await wire.post(f"{url.rstrip('/')}/retrieve", request_body([question], settings.topk))
