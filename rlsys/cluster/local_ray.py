@@ -29,7 +29,7 @@ import psutil
 
 from rlsys.errors import UserError
 from rlsys.files import LOCK, remove_shared_memory, working_folder
-from rlsys.weights.sockets import INTERFACE_VARIABLES, environment
+from rlsys.weights.sockets import INTERFACE_VARIABLES, environment_variables
 
 RANK = "rlsys-node-"  # Prefix of the Ray resource that carries a machine's rank: `rlsys-node-0`.
 RAY_PORT = 6379  # Default port of a Ray head.
@@ -233,7 +233,7 @@ def scratch(folder: Path) -> Path:
 @contextmanager
 def temporary_files_in(folder: Path) -> Iterator[None]:
     """Let processes that the body starts use `scratch(folder)` as their TMPDIR."""
-    with environment({"TMPDIR": str(scratch(folder))}):
+    with environment_variables({"TMPDIR": str(scratch(folder))}):
         yield
 
 

@@ -1,7 +1,8 @@
-"""Checks that the algorithm keys fit together: one error message with reason and fix for each conflict.
+"""Checks that the algorithm keys fit together, and makes the errors of settings that conflict and of missing tokens.
 
 A setting is an error if it turns on something that cannot work, or that has no effect with the other settings. Settings
-of a feature that is off, such as the target of a fixed KL control, are ignored. All functions but `token_of`, which reads the environment, are pure.
+of a feature that is off, such as the target of a fixed KL control, are ignored. All functions but `token_of`, which reads
+the environment, are pure.
 """
 
 from __future__ import annotations

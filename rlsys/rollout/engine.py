@@ -90,8 +90,9 @@ class EngineDriver:
         sleep           sleeps      raises      sleeps      nothing
         wake            nothing     nothing     nothing     wakes
 
-    * unless `begin_update` has opened another update; then as awake. -: not called then. After `stop`, `generate` and
-    `finish_update` raise. All raise RunError.
+    * `load_bucket` and `finish_update` raise in every state without an open update; a failure closes it, and
+    `begin_update` opens the next. -: not called then. After `stop`, `generate` and `finish_update` raise. All raise
+    RunError.
     """
 
     def __init__(

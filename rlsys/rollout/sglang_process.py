@@ -35,7 +35,7 @@ from rlsys.files import remove_shared_memory
 from rlsys.rollout import sglang_entry
 from rlsys.rollout.memory_saver import start_variables
 from rlsys.weights.bucket import Bucket
-from rlsys.weights.sockets import INTERFACE_VARIABLES, environment, listener
+from rlsys.weights.sockets import INTERFACE_VARIABLES, environment_variables, listener
 
 # SGLang's modules make uvloop's policy that of the process. Under it, a loop of asyncio cannot start programs, such as
 # agents and MCP servers.
@@ -76,7 +76,7 @@ class SglangProcess:
         }
         if arguments.get("enable_memory_saver"):
             variables |= start_variables()
-        with environment(variables):
+        with environment_variables(variables):
             self.engine = _Engine(**arguments)
         self._manager = self.engine.tokenizer_manager
         ranks = range(arguments["tp_size"])

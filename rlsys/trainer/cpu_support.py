@@ -1,4 +1,4 @@
-"""Makes Megatron-core run without CUDA: the only place where a library is changed at run time.
+"""Makes Megatron-core run without CUDA or Transformer Engine: the only place where a library's modules are changed.
 
 Megatron-core 0.16 hard-codes "cuda" in its source. Without CUDA, `adapt` rewrites these constants in the functions of
 a fixed list of megatron.core modules:

@@ -276,7 +276,7 @@ class ShardedAdamW(DistributedOptimizer):
         for start in range(0, shard, size):
             for run in held:
                 _copy_shared((start, own), run)
-            dist.all_gather_into_tensor(everyones, own, self.data_parallel_group)
+            dist.all_gather_single(everyones, own, self.data_parallel_group)
             for rank, values in enumerate(everyones.split(size)):
                 yield bucket.offset + rank * shard + start, values[: shard - start]
 

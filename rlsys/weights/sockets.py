@@ -1,4 +1,4 @@
-"""Opens sockets and sets environment variables for torch process groups."""
+"""Opens the sockets of torch process groups, and sets environment variables for a while, for new groups and processes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def listener(host: str, port: int) -> tuple[int, int]:
 
 
 @contextmanager
-def environment(variables: Mapping[str, str]) -> Iterator[None]:
+def environment_variables(variables: Mapping[str, str]) -> Iterator[None]:
     """Set environment `variables` during the body, also for processes started in it."""
     before = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)

@@ -46,7 +46,7 @@ from rlsys.config.schema import Device, SyncMode
 from rlsys.errors import PeerLost, RunError
 from rlsys.files import named
 from rlsys.weights.bucket import Bucket, Memory, TensorRecord, bytes_of, write_all
-from rlsys.weights.sockets import environment, listener
+from rlsys.weights.sockets import environment_variables, listener
 from rlsys.weights.weight_map import aligned
 
 T = TypeVar("T")
@@ -640,7 +640,7 @@ def _open_group(spec: TransportSpec, store: dist.Store) -> Any:
     options._timeout = limit
     # The constructor reads it, and then starts neither a watchdog nor its monitor. TORCH_NCCL_ASYNC_ERROR_HANDLING=0 would
     # not do: such a watchdog throws nothing, but tells all monitors of the process to end it.
-    with environment({"TORCH_NCCL_BLOCKING_WAIT": "1"}):
+    with environment_variables({"TORCH_NCCL_BLOCKING_WAIT": "1"}):
         return dist.ProcessGroupNCCL(store, spec.rank, len(spec.members), options)
 
 

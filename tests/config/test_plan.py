@@ -22,6 +22,7 @@ from rlsys.orchestrator.validate import find_problems
 from rlsys.weights.weight_map import read_architecture
 from scripts.memory_tables import shape_of
 from tests.support.composed import composed
+from tests.support.paths import PROJECT
 from tests.support.refusals import refused
 
 TinyRun = Callable[..., RunConfig]
@@ -231,7 +232,15 @@ def test_dry_run_needs_only_the_shape_of_the_model(monkeypatch: pytest.MonkeyPat
         "task.eval_path",
         "model.path",
     ]
-    with refused("not_found", "model.path"):
-        typer.main.get_command(app).main(
-            ["train", "-c", THREE_B, "--dry-run", "model.path=other"], standalone_mode=False
-        )
+    teacher = PROJECT / "configs/model/shapes/qwen2.5-7b-instruct"
+    done = CliRunner().invoke(
+        app, ["train", "-c", THREE_B, "--dry-run", "algorithm=opd", f"algorithm.teacher.model={teacher}"]
+    )
+    assert done.exit_code == 0, "its tokens cannot be compared yet"
+    for code, key, setting in (
+        ("not_found", "model.path", "model.path=other"),
+        ("conflict", "search.hedge_after_s", "search.hedge_after_s=1"),
+        ("conflict", "cluster.device_memory_gib", "cluster.device_memory_gib=24"),
+    ):
+        with refused(code, key):
+            typer.main.get_command(app).main(["train", "-c", THREE_B, "--dry-run", setting], standalone_mode=False)

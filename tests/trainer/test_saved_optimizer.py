@@ -27,7 +27,7 @@ def _train(actor: Actor, step: int) -> None:
 
 def _save(actor: Actor, folder: Path) -> list[int]:
     """Save a checkpoint; return the sizes of what was gathered for it. Other collectives of tensors fail."""
-    sizes, gather = [], dist.all_gather_into_tensor
+    sizes, gather = [], dist.all_gather_single
 
     def counted(output: torch.Tensor, *args: object) -> None:
         sizes.append(output.numel())
@@ -35,7 +35,7 @@ def _save(actor: Actor, folder: Path) -> list[int]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(adam, "_GATHERED_ELEMENTS", GATHERED)
-        patch.setattr(dist, "all_gather_into_tensor", counted)
+        patch.setattr(dist, "all_gather_single", counted)
         patch.delattr(dist, "all_gather")
         patch.delattr(dist, "gather")
         actor.begin_save(folder)

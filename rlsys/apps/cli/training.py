@@ -17,11 +17,12 @@ from rlsys.apps.cli.options import ConfigDir, ConfigName, Overrides
 from rlsys.apps.running import run_to_end, supervise
 from rlsys.cluster.launch.role import LaunchTask, Role, check_searching, find_role, machine_count
 from rlsys.cluster.local_ray import RAY_PORT
+from rlsys.cluster.planning.placement import memory_problems
 from rlsys.cluster.planning.resolve import make_plan, render_plan
 from rlsys.cluster.planning.splits import faster_split
 from rlsys.config.compose import load_config
 from rlsys.config.schema import RunConfig
-from rlsys.errors import UserError
+from rlsys.errors import UserError, in_one
 from rlsys.observe.faults import KILLED_BY, Restarts
 from rlsys.orchestrator.validate import find_problems, validate
 from rlsys.weights.weight_map import read_architecture
@@ -65,12 +66,18 @@ def train(
 
 
 def _print_plan(config: RunConfig, as_json: bool) -> None:
-    """Print the plan of `config`. The shape of its model is enough; files that a run needs besides are notes."""
-    from rlsys.apps.planner.answer import check, with_shape  # Imported late: Ray takes seconds to load.
+    """Print the plan of `config`. The shape of its model is enough: what a run needs besides is a note.
+
+    Raises UserError for all other problems.
+    """
+    from rlsys.apps.planner.answer import with_shape  # Imported late: Ray takes seconds to load.
 
     shaped = with_shape(config)
-    check(shaped)
+    if wrong := [problem for problem in find_problems(shaped) if problem.code not in ("missing", "not_found")]:
+        raise in_one(wrong)
     plan = make_plan(shaped)
+    if short := [*memory_problems(shaped, plan)]:  # `find_problems` checks memory only if nothing is missing.
+        raise in_one(short)
     plan["model"]["path"] = config.model.path
     if faster := faster_split(shaped, read_architecture(shaped.model.path, shaped.model.family)):
         plan["notes"].append(faster)

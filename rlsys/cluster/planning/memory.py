@@ -7,6 +7,8 @@ present. The largest of three phases is added to them; the phases never overlap:
 - the optimiser's step;
 - the weight sync.
 
+The parts of an engine add up, because it generates while it stages weights.
+
 A layer is a list of `LayerStep`s in forward order. A step `keeps` bytes until its own backward pass, needs `backward`
 more during that pass, and `forward` bytes while it runs without gradients. The numbers follow from the tensors that each
 operation saves for its gradient. A storage counts once, however many operations save views of it, until the last
@@ -147,14 +149,17 @@ def saved_bytes(config: RunConfig, model: Architecture, group: str) -> float:
     """Return the bytes that all ranks of `group` together write to a checkpoint.
 
     Each trained parameter has its weight, a float32 copy and the optimiser's state (measured with AdamW: 16.2 bytes
-    per parameter for float32 weights). A moving reference has its weights and a float32 copy.
+    per parameter for float32 weights). A moving reference has its weights and a float32 copy, and one that the actor holds
+    has its weights even if it does not move.
     """
     settings, weight, nbytes = megatron_groups(config)[group], BYTES[config.model.dtype] + 4, 0.0
     if not isinstance(settings, InferenceConfig):
         state = state_bytes(settings.optimizer, matrix_share(model))
         nbytes += trained_parameters(config, model, group) * (weight + state)
-    if group == "inference" and has_reference(config.algorithm) and moves_reference(config.algorithm):
-        nbytes += count_parameters(model) * weight
+    moves = moves_reference(config.algorithm)
+    own = holds_reference(config, group) and of_teacher(config) is None and not config.model.lora.rank
+    if own and (moves or group == "actor"):
+        nbytes += count_parameters(model) * (weight if moves else BYTES[config.model.dtype])
     return nbytes
 
 
@@ -492,7 +497,7 @@ def _weight_sync(rank: StageRank) -> float:
         return 0.0 if cluster.sync_mode is SyncMode.ipc else min(bucket, count_parameters(rank.model) * rank.item)
     # While a bucket is sent, the next one is packed; with `tensor` and `disk`, a sent bucket is in host memory.
     buckets = bucket * (2 if cluster.sync_mode in (SyncMode.ipc, SyncMode.broadcast) else 1)
-    # The largest parameter is gathered from its shards, then concatenated. The experts of a rank come together.
+    # The largest parameter is gathered from its shards, then concatenated. The experts of all other ranks come together.
     gathers = 2 * rank.largest * rank.parallel.tp * rank.item if rank.parallel.tp > 1 else 0
     # An adapter is merged in float32: the weight, the product, and their sum.
     pairs = zip(rank.adapters[::2], rank.adapters[1::2], strict=True)

@@ -80,7 +80,7 @@ def gather(values: Tensor, shard: VocabShard) -> Tensor:
         return values[None]
     result = values.new_empty(dist.get_world_size(shard.group), *values.shape)
     if values.numel():
-        dist.all_gather_into_tensor(result.view(-1), values.contiguous().view(-1), group=shard.group)
+        dist.all_gather_single(result.view(-1), values.contiguous().view(-1), group=shard.group)
     return result
 
 

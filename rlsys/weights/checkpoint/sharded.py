@@ -133,7 +133,7 @@ class CheckpointWriter:
         _agree(contents[-1].folder, partial(_stage, [shard for shards in kept for shard in shards]))
         for content, pairs in zip(contents, valueless, strict=True):
             if content.fill_in is not None:
-                content.fill_in([(view, shard.data) for shard, view in pairs])
+                _agree(content.folder, partial(content.fill_in, [(view, shard.data) for shard, view in pairs]))
         self._jobs = [
             _plan(content, shards, common)
             for content, shards, (_, common) in zip(contents, kept, prepared, strict=True)
@@ -265,7 +265,8 @@ def _disk_problem(error: BaseException) -> OSError | None:
 
 
 def host_copies(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Return contiguous copies of `tensors` in a single host allocation, freed with the last copy.
+    """Return contiguous copies of `tensors` in a single host allocation, freed with the last copy; for tensors without
+    values (device "meta"), memory alone.
 
     The heap would keep the memory of many small allocations after the copies are freed. The memory is not pinned:
     pinning is slow and pays off only for memory that is reused.

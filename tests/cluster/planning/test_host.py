@@ -26,6 +26,9 @@ ADAPTED = ["model.path=Qwen2.5-3B-Instruct", "model.lora.rank=8"]
         ("3b_1node", ["cluster.sync_mode=tensor"], 0, 2 * WEIGHTS, 4, SAVED, 1),
         # On a CPU, engines load two buckets at a time from shared memory; Ray needs half a GiB of it.
         ("3b_1node", CPU, 0, 2 * WEIGHTS, 4, SAVED, 0.5 + 2 * 2 * 2),
+        # A reference that moves has a weight in bfloat16 and in float32; one of the actor's own is saved if frozen, too.
+        ("3b_1node", ["algorithm.ref_policy_ema_tau=0.5"], 0, 0, 0, SAVED + 3 * WEIGHTS, 1),
+        ("3b_1node", ["algorithm.kl_estimator={kind: full_forward}"], 0, 0, 0, SAVED + WEIGHTS, 1),
         # The whole model is smaller than a bucket.
         ("3b_1node", [*CPU, f"cluster.sync_bucket_bytes={8 * GIB}"], 0, 2 * WEIGHTS, 16, SAVED, None),
         # Of each GPU: 2 bytes of policy and of reference, 2 bytes and an eighth of 12 of the actor, 2 of the engine.
