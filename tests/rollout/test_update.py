@@ -135,7 +135,7 @@ async def test_weights_arrive_in_device_memory_and_are_copied_for_the_engine_out
         return serialize(*args)
 
     monkeypatch.setattr(sglang_process, "_serialize", recorded)
-    monkeypatch.setattr("rlsys.rollout.engine.open_receiver", partial(receiver_of, on_device=True))
+    monkeypatch.setattr("rlsys.rollout.worker.open_receiver", partial(receiver_of, on_device=True))
     await bench.bring(bench.first)
     weights = dict(bench.second.named_parameters())
     parts = list(pack(weights.items(), bucket_bytes=40_000))
@@ -175,9 +175,9 @@ async def test_engine_with_a_changed_tensor_refuses_groups_until_the_next_update
     sglang = bench.sglang
     load = sglang.load_bucket
 
-    async def load_with_a_stray(bucket: Bucket, version: int, ranks: int) -> tuple[bool, str]:
-        await load(bucket, version, ranks)
-        return await load(stray, version, ranks) if name in {r.name for r in bucket.records} else (True, "")
+    async def load_with_a_stray(bucket: Bucket, version: int) -> tuple[bool, str]:
+        await load(bucket, version)
+        return await load(stray, version) if name in {r.name for r in bucket.records} else (True, "")
 
     with monkeypatch.context() as patch:
         patch.setattr(sglang, "load_bucket", load_with_a_stray)
