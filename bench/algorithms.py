@@ -1,6 +1,6 @@
 """Compares the presets of configs/algorithm/ on the demo: held-out exact match after a few updates, over seeds.
 
-    python -m bench.algorithms                      # every preset, three seeds; about two hours on two cores
+    python -m bench.algorithms                      # every preset, three seeds; about an hour and a half on two cores
     python -m bench.algorithms --preset grpo --preset grpo_muon --seeds 5
 
 Every run is an `rlsys train` with the settings of its row (`ROWS`): a preset, or GRPO with Muon. Weights, questions,

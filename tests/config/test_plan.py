@@ -72,12 +72,15 @@ def test_memory_of_an_engine_with_a_staged_copy_by_hand() -> None:
 
 def test_only_groups_that_get_or_pass_on_weights_have_communicators_for_it() -> None:
     """All three have TP and DP; actor and critic also have PP, and one over all ranks for the norm of the gradient. The
-    actor's second stage passes its weights to the first."""
-    config = composed(name="searchr1_qwen2.5_32b_8node_ppo")
-    model = read_architecture(shape_of(config.model.path))
-    groups = ("actor", "critic", "inference")
-    communicators = [(group_memory(config, model, one).parts["runtime"] / 2**30 - 0.5) * 4 for one in groups]
-    assert communicators == [2 + 1 + 1 + 2, 2 + 1 + 1, 2 + 1]
+    actor's other stages pass their weights to the first, each by one of their own."""
+
+    def communicators(group: str, *settings: str) -> float:
+        config = composed(*settings, name="searchr1_qwen2.5_32b_8node_ppo")
+        runtime = group_memory(config, read_architecture(shape_of(config.model.path)), group).parts["runtime"]
+        return (runtime / 2**30 - 0.5) * 4
+
+    assert [*map(communicators, ("actor", "critic", "inference"))] == [2 + 1 + 1 + 2, 2 + 1 + 1, 2 + 1]
+    assert communicators("actor", "actor.parallel.pp=4") == 1 + 1 + 1 + 1 + 3  # No DP.
 
 
 def test_memory_of_a_3b_actor_by_hand() -> None:

@@ -474,7 +474,7 @@ def _runtime(rank: StageRank) -> float:
     """Return the bytes of the process's CUDA context and of NCCL's buffers.
 
     There is one communicator per kind of parallelism, one over all ranks that train, for the norm of the gradient, one for
-    a broadcast of weights, and one in which the actor's pipeline stages pass weights to the sender.
+    a broadcast of weights, and one between the actor's first pipeline stage, which sends the weights, and each other one.
     """
     cluster, parallel = rank.config.cluster, rank.parallel
     if cluster.device is Device.cpu:
@@ -483,8 +483,9 @@ def _runtime(rank: StageRank) -> float:
     kinds = sum(size > 1 for size in (parallel.tp, parallel.pp, parallel.cp, parallel.ep, dp))
     norm = rank.group != "inference" and rank.stage_size * parallel.pp > 1
     broadcast = not rank.is_critic and cluster.sync_mode is SyncMode.broadcast
-    between_stages = rank.group == "actor" and parallel.pp > 1 and cluster.sync_mode is not SyncMode.ipc
-    return CONTEXT_BYTES + NCCL_BYTES * (kinds + norm + broadcast + between_stages)
+    passes_on = rank.group == "actor" and parallel.pp > 1 and cluster.sync_mode is not SyncMode.ipc
+    pairs = passes_on * (1 if rank.stage else parallel.pp - 1)
+    return CONTEXT_BYTES + NCCL_BYTES * (kinds + norm + broadcast + pairs)
 
 
 def _weight_sync(rank: StageRank) -> float:
