@@ -17,7 +17,7 @@ from queue import SimpleQueue
 from threading import Thread
 from typing import TYPE_CHECKING, Any
 
-from rlsys.config.schema import Device, TransformersConfig
+from rlsys.config.schema import Device
 from rlsys.errors import RunError
 from rlsys.rollout.agent.recorder import Generation, OnTokens, TurnSampling
 from rlsys.rollout.interface import EngineCapabilities, EngineError, EngineSetup, RolloutEngine
@@ -41,11 +41,11 @@ class TransformersEngine(RolloutEngine):
     capabilities = EngineCapabilities(
         max_tp={Device.cpu: 1, Device.gpu: 1}, continues=True, frees_memory=True, returns_routes=True
     )
-    _config: TransformersConfig
+    program = "rlsys.rollout.transformers_process"
+    """Module that the child process runs."""
 
     def __init__(self, setup: EngineSetup) -> None:
         super().__init__(setup)
-        assert isinstance(setup.config, TransformersConfig)
         self._config = setup.config
         self._process: subprocess.Popen[bytes] | None = None
         self._outbox: SimpleQueue[Any] = SimpleQueue()
@@ -162,7 +162,7 @@ class TransformersEngine(RolloutEngine):
         return self._process
 
     def _launch(self, spec: DecoderSpec) -> None:
-        self._process, pipe = child_with_pipe("rlsys.rollout.transformers_process")
+        self._process, pipe = child_with_pipe(self.program)
         self._outbox.put(spec)
         Thread(target=_send, args=(pipe, self._outbox), daemon=True).start()
         Thread(target=self._receive, args=(pipe, asyncio.get_running_loop()), daemon=True).start()

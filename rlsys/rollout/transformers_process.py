@@ -427,15 +427,16 @@ def _bucket(records: tuple[TensorRecord, ...], on_device: bool, data: bytes) -> 
     return Bucket(torch.from_numpy(array) if on_device else array, records)
 
 
-def main(descriptor: int) -> None:
-    """Run the child process on the pipe `descriptor`. On SIGUSR1, it writes the stacks of its threads to stderr."""
+def main(descriptor: int, kind: type[Decoder] = Decoder) -> None:
+    """Run the child process on the pipe `descriptor`, with a decoder of `kind`. On SIGUSR1, it writes the stacks of its
+    threads to stderr."""
     faulthandler.register(signal.SIGUSR1, file=2)
     disable_progress_bar()
     pipe, inbox = Connection(descriptor), SimpleQueue[Any]()
     spec: DecoderSpec = pipe.recv()
     threading.Thread(target=_receive, args=(pipe, inbox), daemon=True).start()
     try:
-        decoder = Decoder(spec)
+        decoder = kind(spec)
     except Exception as error:  # noqa: BLE001 (raised by `start` in the parent)
         pipe.send(("error", "ready", error if isinstance(error, UserError) else one_line(error)))
         return
