@@ -28,13 +28,10 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.record_searches import record_searches
-from bench.training_run import training_run
-from rlsys.errors import UserError
-from rlsys.weights.convert.conversion import megatron_to_hf
+from bench.training_run import demo_policy, training_run
 
 OUT = Path("outputs/bench")
 RESULT = OUT / "distil.json"
-STUDENT = Path("examples/searchr1/tiny/policy")
 REACHED = 0.95
 """Share of the teacher's exact match that counts as reaching it."""
 QUESTIONS = 200
@@ -50,7 +47,7 @@ def main(
 ) -> None:
     """Make the runs that are missing, and print and write the table."""
     console = Console()
-    folder = (teacher or _of_demo()).resolve()
+    folder = teacher.resolve() if teacher else demo_policy()
     cassette, ways = record_searches(), ways_of(folder)
     found: dict[str, Any] = json.loads(RESULT.read_text()) if RESULT.is_file() else {}
     asked = {"teacher": str(folder), "steps": steps}
@@ -92,19 +89,6 @@ def table(teacher_em: float, curves: Mapping[str, Mapping[str, Curve]]) -> Table
         shown.add_row(way, str(len(each)), *ems, mean, " / ".join("-" if one is None else f"{one:,}" for one in tokens))
     shown.add_row("teacher", "", "", f"{teacher_em:.3f}", "", "")
     return shown
-
-
-def _of_demo() -> Path:
-    """Convert the newest checkpoint of the demo and return the folder."""
-    found = sorted(Path("outputs").glob("searchr1_tiny_cpu-*/checkpoints/global_step_*/actor"))
-    if not found:
-        sentence = "outputs has no run of the demo, whose policy is the teacher: run `make demo`, or give --teacher."
-        raise UserError(sentence, code="not_found", key="--teacher")
-    newest = max(found, key=lambda folder: folder.stat().st_mtime)
-    out = OUT / "distil-teacher"
-    if not out.is_dir():
-        megatron_to_hf(str(newest), str(out), str(STUDENT), processes=1)
-    return out
 
 
 def _settings(questions: int = QUESTIONS) -> list[str]:

@@ -1,9 +1,11 @@
 """Compares predictions of `rlsys plan` with short runs of the demo on this machine.
 
 The costs are measured in one sequential run (`rlsys plan --calibrate`), and predict all others: other schedules, numbers of
-prompts, search latencies and engines, and a deeper model. All runs start from the same weights and get their searches from
+prompts, search latencies and engines, and a deeper model. All runs have the policy with which the newest run of the demo
+ended, and a learning rate that does not change it, so that episodes stay as long as they are; they get their searches from
 one cassette. The first and the last step of a run are not compared: the first warms up, and in the last one nothing rolls
-out ahead.
+out ahead. Each run is made twice, the second time after all others, and the faster one counts: what else a machine does can
+only slow a run down.
 
 A run that is in the result file with the same settings is not repeated, so an interrupted comparison goes on where it
 stopped.
@@ -15,6 +17,7 @@ import json
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
@@ -24,7 +27,7 @@ from scipy.stats import spearmanr
 
 from bench.pipeline import ASYNC, PIPELINED, SEQUENTIAL
 from bench.record_searches import record_searches
-from bench.training_run import CONFIG, training_run
+from bench.training_run import CONFIG, demo_policy, training_run
 from rlsys.apps.planner.answer import Planner, machines_of
 from rlsys.apps.planner.calibrate import Calibration
 from rlsys.apps.planner.simulation import measured_steps
@@ -37,11 +40,12 @@ OUT = Path("outputs/bench/plan")
 """Folder of the runs."""
 RESULT = OUT.with_suffix(".json")
 STEPS = 5
-SHORT = (f"trainer.steps={STEPS}", "eval.limit=8", "eval.interval=0")
+SHORT = (f"trainer.steps={STEPS}", "eval.limit=8", "eval.interval=0", "actor.optimizer.lr=1e-12")
+ROUNDS = 2
 EPISODES = 6_000
 """Episodes that are simulated of each row."""
-DEEPER = OUT / "deeper"
-"""Folder of the deeper model."""
+DEEP = "pipelined, deeper model"
+"""Name of the row with the deeper model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,37 +66,44 @@ ROWS = (
     Row("sequential, no latency", SEQUENTIAL.settings, 0.0),
     Row("async 1, 4x latency", ASYNC[0].settings, 4.0),
     Row("pipelined, two engines", (*PIPELINED.settings, "cluster.placement.rollout='2-3'")),
-    Row("pipelined, deeper model", (*PIPELINED.settings, f"model.path={DEEPER}")),
+    Row(DEEP, PIPELINED.settings),
 )
 """The costs are measured in the first one."""
 
 
 def compare_runs(only: Sequence[str] = ()) -> None:
     """Run the rows `only`, by default all, predict every row that has been run, and write the result file."""
-    console, measured = Console(), _known()
-    cassette = record_searches()
-    if not (DEEPER / "config.json").is_file():
-        deepen(Path(load_config(CONFIG).model.path), DEEPER)
-    for row in ROWS:
-        folder = OUT / row.name.replace(", ", "-").replace(" ", "-")
-        asked = [*row.settings, *SHORT, f"search.cassette.latency_scale={row.latency}"]
-        if (only and row.name not in only) or measured.get(row.name, {}).get("settings") == asked:
+    console, measured, policy = Console(), _known(), demo_policy()
+    cassette, deeper = record_searches(), OUT / "deeper" / policy.name
+    if not (deeper / "config.json").is_file():
+        deepen(policy, deeper)
+    for number, row in product(range(ROUNDS), ROWS):
+        model = f"model.path={deeper if row.name == DEEP else policy}"
+        asked = [*row.settings, *SHORT, model, f"search.cassette.latency_scale={row.latency}"]
+        known = measured.get(row.name, {})
+        runs = known["runs"] if known.get("settings") == asked else {}
+        if (only and row.name not in only) or len(runs) > number:
             continue
-        console.print(f"{row.name} ...", highlight=False)
-        run = training_run(folder, asked, cassette)
-        measured[row.name] = {"settings": asked, "run": str(run), "measured": step_seconds(run)}
+        console.print(f"{row.name}, round {number + 1} ...", highlight=False)
+        run = training_run(OUT / row.name.replace(", ", "-").replace(" ", "-") / str(number), asked, cassette)
+        measured[row.name] = {"settings": asked, "runs": runs | {str(run): step_seconds(run)}}
         _write(measured, {})
     _write(measured, predictions(measured))
     console.print({key: value for key, value in json.loads(RESULT.read_text()).items() if key != "rows"})
 
 
 def _known() -> dict[str, dict[str, Any]]:
-    """Return row -> settings, folder and measured seconds of the runs that are there."""
+    """Return row -> settings, and seconds of a step by folder, of the runs that are there."""
     if not RESULT.is_file():
         return {}
-    kept = ("settings", "run", "measured")
     rows = json.loads(RESULT.read_text())["rows"]
-    return {row["name"]: {key: row[key] for key in kept} for row in rows if Path(row["run"]).is_dir()}
+    return {
+        row["name"]: {
+            "settings": row["settings"],
+            "runs": {run: seconds for run, seconds in row["runs"].items() if Path(run).is_dir()},
+        }
+        for row in rows
+    }
 
 
 def step_seconds(run: Path) -> float:
@@ -106,12 +117,13 @@ def predictions(measured: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
     first, *others = ROWS
     if first.name not in measured:
         return {}
-    calibration = Calibration(open_run(Path(measured[first.name]["run"])), "CPU", REACHED)
+    runs = measured[first.name]["runs"]
+    calibration = Calibration(open_run(Path(min(runs, key=runs.get))), "CPU", REACHED)
     workload = calibration.workload(Workload())
     found = {}
     for row in (first, *others):
         if row.name in measured:
-            config, device = machines_of(load_config(CONFIG, row.settings), None)
+            config, device = machines_of(load_config(CONFIG, measured[row.name]["settings"]), None)
             lengths = replace(workload, tool_s=workload.tool_s * row.latency)
             planner = Planner(config, device, REACHED, REACHED_SOURCE, lengths, calibration=calibration)
             found[row.name] = planner.simulated(config, lengths, measured_steps(config, EPISODES)).step_s
@@ -121,10 +133,9 @@ def predictions(measured: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
 def _write(measured: Mapping[str, Mapping[str, Any]], predicted: Mapping[str, float]) -> None:
     rows = []
     for name, one in measured.items():
-        figures = (
-            {"predicted": predicted[name], "error": abs(predicted[name] / one["measured"] - 1)} if predicted else {}
-        )
-        rows.append({"name": name, **one, **figures})
+        seconds = min(one["runs"].values())
+        figures = {"predicted": predicted[name], "error": abs(predicted[name] / seconds - 1)} if predicted else {}
+        rows.append({"name": name, **one, "measured": seconds, **figures})
     RESULT.parent.mkdir(parents=True, exist_ok=True)
     RESULT.write_text(json.dumps({**summary(rows), "rows": rows}, indent=1) + "\n")
 

@@ -1,4 +1,4 @@
-"""Runs a training on the demo's world in a new process, with searches from a cassette."""
+"""Runs a training on the demo's world in a new process, with searches from a cassette; converts the demo's result."""
 
 from __future__ import annotations
 
@@ -8,7 +8,12 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
+from rlsys.errors import UserError
+from rlsys.weights.convert.conversion import megatron_to_hf
+
 CONFIG = "searchr1_tiny_cpu"
+FIRST_POLICY = Path("examples/searchr1/tiny/policy")
+"""Policy with which the demo starts."""
 _SETTINGS = ("tracking.wandb=false", "tracking.tensorboard=false")
 
 
@@ -33,3 +38,15 @@ def training_run(outputs: Path, settings: Iterable[str], cassette: Path) -> Path
         raise SystemExit(f"The run in {outputs} failed:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
     (run,) = outputs.glob(f"{CONFIG}-*")
     return run
+
+
+def demo_policy() -> Path:
+    """Return the Hugging Face folder of the newest run of the demo. Raises UserError without any run."""
+    found = Path("outputs").glob(f"{CONFIG}-*/checkpoints/global_step_*/actor")
+    newest = max(found, key=lambda folder: folder.stat().st_mtime, default=None)
+    if newest is None:
+        raise UserError("outputs has no run of the demo: run `make demo`.", code="not_found", key="outputs")
+    out = Path("outputs/bench/demo_policy") / newest.parents[2].name
+    if not (out / "config.json").is_file():
+        megatron_to_hf(str(newest), str(out), str(FIRST_POLICY), processes=1)
+    return out.resolve()

@@ -47,6 +47,8 @@ SPANS = {
     "values": ("critic", "values.compute"),
 }
 """Call of `Costs.calls` -> worker group and name of its spans."""
+SPREAD = 2.0
+"""Ratio of the largest call to the smallest from which a constant is fitted."""
 
 
 class Calibration:
@@ -134,9 +136,11 @@ class Calibration:
             size = SampleSize(max(1, tokens // samples), round(tokens / samples * trained))
             held = max(1, settings.micro_batch_tokens // size.tokens)
             formula.append(calls_s(bare, size, samples / copies, held, 1))
-        fixed, factor = nonnegative(
-            [np.ones(len(spans)), np.array(formula)], np.array([_seconds(one) for one in spans])
-        )
+        seconds, columns = np.array([_seconds(one) for one in spans]), [np.array(formula)]
+        # Calls of like size do not tell a constant from what grows with the size.
+        if max(formula) >= SPREAD * min(formula):
+            columns.insert(0, np.ones(len(spans)))
+        *fixed, factor = nonnegative(columns, seconds)
         source[f"calls of {name}"] = f"{len(spans)} calls of {self.run.name}"
         applied = self._mean("train.apply", group) / own.apply_s if own.apply_s else 1.0
         return replace(
@@ -144,7 +148,7 @@ class Calibration:
             rate=costs.rate / factor if factor else float("inf"),
             token_s=costs.token_s * factor,
             launch_s=costs.launch_s * factor,
-            call_s=fixed,
+            call_s=sum(fixed),
             apply_s=costs.apply_s * applied,
         )
 

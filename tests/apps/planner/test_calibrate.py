@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -39,8 +40,8 @@ def formulas(config: RunConfig) -> HardwareCosts:
     return HardwareCosts(config, read_architecture(config.model.path), "CPU")
 
 
-def planted(folder: Path) -> Path:
-    """Write a run of three steps of 20 s; the first one, which is slower, must not count."""
+def planted(folder: Path, sizes: Sequence[int] = (2, 4, 8)) -> Path:
+    """Write a run of three steps of 20 s; the first one, which is slower, must not count. `sizes` are samples of calls."""
     config = load_config("searchr1_tiny_cpu", ["trainer.schedule.kind=sequential"])
     size = Size(steps=3, groups=4, samples=2)
     run = made_run(folder, Maker(size), **{key: value for key, value in as_dict(config).items() if key != "name"})
@@ -50,7 +51,7 @@ def planted(folder: Path) -> Path:
     for step in range(1, 4):
         at, slower = (DAY + 20 * step) * 10**9, 2.0 if step == 1 else 1.0
         spans = [Span("rollout.group", at, at + 10**10, "rollout", "engine 0")]
-        for samples in (2, 4, 8):
+        for samples in sizes:
             tokens = 128 * samples
             seconds = CALL_S + FACTOR * calls_s(call, SampleSize(128, round(128 * trained)), samples, 64, 1)
             facts = {"samples": samples, "tokens": tokens}
@@ -117,6 +118,15 @@ def test_planted_costs_are_measured(run: Path) -> None:
     assert costs.cores is not None
     assert costs.cores.used["rollout"] == pytest.approx(min(costs.cores.count, (17 - 2) / 10))
     assert {"engine", "calls of actor", "weight sync", "cores"} <= costs.source.keys()
+
+
+def test_calls_of_like_size_get_no_constant(tmp_path: Path) -> None:
+    """What is constant in them counts as growing with the size."""
+    calibration = Calibration(open_run(planted(tmp_path / "run", sizes=(7, 8))), "CPU", REACHED)
+    formula = by_formula(formulas(calibration.config), "")
+    call = calibration.applied(formula).calls["actor"]
+    assert call.call_s == 0
+    assert call.rate < formula.calls["actor"].rate / FACTOR
 
 
 def test_costs_of_another_model_grow_as_the_formulas_say(run: Path) -> None:
