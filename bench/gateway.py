@@ -6,9 +6,10 @@
 
 The gateway is the real one, with HTTP on loopback, a chat template and the recorder. Its clients are another process. Each
 session holds a conversation of a few requests and begins another. For each number of sessions, the same inputs also go
-to the engine without the gateway, from the same event loop; both are measured in turn, twice. The scripted engine takes
-`ENGINE_S` seconds for an answer of `TOKENS` tokens and uses no CPU. For requests per second and CPU time it takes no time.
-The results are printed and written to outputs/bench/gateway.json.
+to the engine without the gateway, from the same event loop; both are measured in turn, twice. Only their first token
+differs, so that an engine's prefix cache helps neither more. The scripted engine takes `ENGINE_S` seconds for an answer of
+`TOKENS` tokens and uses no CPU. For requests per second and CPU time it takes no time. The results are printed and written
+to outputs/bench/gateway.json.
 """
 
 from __future__ import annotations
@@ -147,11 +148,12 @@ async def overhead(engine: Generator, codec: Codec, sessions: int) -> dict[str, 
     """Return quantiles of requests through the gateway and to the engine alone, in ms, and their differences."""
     through: list[float] = []
     direct: list[float] = []
-    for _ in range(ROUNDS):
+    for number in range(ROUNDS):
         kept = Remembering(engine)
         async with opened(kept, codec, sessions) as known:
             through += (await by_clients(known, REQUESTS[sessions]))["latencies_s"]
-        direct += await alone(engine, kept.inputs, sessions)
+        # Another first token: the inputs share prefixes with each other, but none with what the engine has cached.
+        direct += await alone(engine, [[2 + number, *ids[1:]] for ids in kept.inputs], sessions)
     found: dict[str, float] = {"sessions": sessions, "requests": len(through)}
     for name, place in (("p50", 49), ("p99", 98)):
         both = [1000 * quantiles(latencies, n=100)[place] for latencies in (through, direct)]
@@ -183,19 +185,17 @@ async def memory(answer: list[int], codec: Codec) -> dict[str, float]:
         return {"sessions": OPEN_SESSIONS, "open_mb": idle - before, "after_requests_mb": resident() - before}
 
 
-def share_of_step(run: Path, cpu_ms: float) -> dict[str, float]:
-    """Return the gateway's CPU time for all requests of a step of a run, as a share of the step's time.
-
-    Each turn of an episode counts as a request.
-    """
-    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    steps = [row for row in rows if "time/step" in row and "rollout/episodes" in row][1:]
+def step_of(run: Path) -> dict[str, float]:
+    """Return the mean requests and seconds of a step of a run, without its first; a turn of an episode is a request."""
+    file = run / "metrics.jsonl"
+    steps = [json.loads(line) for line in file.read_text().splitlines()][1:] if file.is_file() else []
+    if not steps:
+        raise typer.BadParameter(f"{run} has not two finished steps: give the folder of a longer run.")
     requests = fmean(row["rollout/episodes"] * row["env/number_of_actions/mean"] for row in steps)
-    seconds = fmean(row["time/step"] for row in steps)
-    return {"requests_per_step": requests, "step_s": seconds, "share": requests * cpu_ms / 1000 / seconds}
+    return {"requests_per_step": requests, "step_s": fmean(row["time/step"] for row in steps)}
 
 
-async def measure(engine: str, run: Path | None, report: Callable[[str], None]) -> dict[str, Any]:
+async def measure(engine: str, step: dict[str, float], report: Callable[[str], None]) -> dict[str, Any]:
     config = load_config(CONFIG)
     tokenizer = AutoTokenizer.from_pretrained(config.model.path)
     tokenizer.chat_template = CHATML
@@ -217,8 +217,9 @@ async def measure(engine: str, run: Path | None, report: Callable[[str], None]) 
     else:
         async with open_generator(config, engine) as started:
             await all_sessions(started)
-    if run is not None:
-        found["step"] = share_of_step(run, found["capacity"]["cpu_ms_per_request"])
+    if step:
+        cpu_s = step["requests_per_step"] * found["capacity"]["cpu_ms_per_request"] / 1000
+        found["step"] = step | {"share": cpu_s / step["step_s"]}
     return found
 
 
@@ -242,7 +243,8 @@ def main(
     run: Annotated[Path | None, typer.Option(help="Folder of a run of the demo, for the share of a step.")] = None,
 ) -> None:
     """Measure the gateway."""
-    work: Coroutine[Any, Any, dict[str, Any]] = measure(engine, run, lambda text: print(text, file=sys.stderr))
+    step = {} if run is None else step_of(run)
+    work: Coroutine[Any, Any, dict[str, Any]] = measure(engine, step, lambda text: print(text, file=sys.stderr))
     found = asyncio.run(work)
     RESULT.parent.mkdir(parents=True, exist_ok=True)
     RESULT.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
