@@ -17,8 +17,8 @@ demo: setup
 test: setup lint
 	@$(PYTEST) -m "not slow" $(ARGS)
 
-test-full: setup lint
-	@$(PYTEST) --hypothesis-profile=random $(ARGS)
+test-full: setup
+	@$(PYTEST) -m slow --hypothesis-profile=random $(ARGS)
 
 lint: setup
 	@.venv/bin/ruff format --check .

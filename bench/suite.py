@@ -1,4 +1,4 @@
-"""Runs the default suite ten times (CPU features, load, order of the tests), or all tests once.
+"""Runs the default suite ten times (CPU features, load, order of the tests), or the long tests once.
 
     python -m bench.suite [--only avx2 --only random-1]      # hours on two cores
     python -m bench.suite --only full                        # `make test-full` once: an hour
@@ -132,7 +132,7 @@ def groups(cases: Iterable[tuple[str, float]]) -> list[tuple[str, int, float]]:
 
 
 def run(condition: Condition) -> Outcome:
-    """Run the condition's target of the Makefile, with lint and types."""
+    """Run the condition's target of the Makefile; `test` includes lint and types."""
     draws = f"--hypothesis-profile=random --hypothesis-seed={condition.seed} --order-seed={condition.seed}"
     environment = dict(os.environ)
     if condition.capability:

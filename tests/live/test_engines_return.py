@@ -29,7 +29,7 @@ def scheduler_of(worker: psutil.Process) -> psutil.Process:
     return found
 
 
-@pytest.mark.parametrize("mode", ["tensor", "disk", "broadcast"])
+@pytest.mark.parametrize("mode", ["tensor", "broadcast"])
 def test_engine_that_is_killed_and_engine_that_hangs_come_back(mode: str, tmp_path: Path) -> None:
     outputs, log = tmp_path / "outputs", tmp_path / "log"
     with running(outputs, log, *RUN, f"cluster.sync_mode={mode}") as process:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from typing import Any
 
 HELD = threading.Event()
 """Set at the end of a test, to let threads end that would never."""
+EPISODES = itertools.count()
 HERE = __name__
 COMMAND = [sys.executable, "-m", HERE]
 
@@ -53,13 +55,17 @@ def raises_later(question: str, base_url: str, api_key: str) -> None:
     raise LookupError("lost")
 
 
-def asks_twice(question: str, base_url: str, api_key: str) -> None:
-    """Ask the same twice, then continue the first answer, and let a second conversation have the last word."""
+def asks_twice(question: str, base_url: str, api_key: str) -> float:
+    """Ask the same twice, then continue the first answer, and let a second conversation have the last word.
+
+    Every second episode is rewarded, so that groups have both kinds.
+    """
     messages: list[Any] = [{"role": "user", "content": f"Question: {question}\n"}]
     first = chat(base_url, api_key, messages)
     chat(base_url, api_key, messages)
     chat(base_url, api_key, [*messages, first, {"role": "user", "content": "Go on. "}])
     chat(base_url, api_key, [{"role": "user", "content": "Sum up: "}])
+    return float(next(EPISODES) % 2)
 
 
 async def cancels_itself(question: str, base_url: str, api_key: str) -> None:
