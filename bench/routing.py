@@ -35,14 +35,13 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, GptOssConfig, GptOssForCausalLM
 
 from bench.record_searches import record_searches
-from bench.training_run import training_run
+from bench.training_run import FIRST_POLICY, training_run
 from rlsys.rollout.transformers_engine import TransformersEngine
 from rlsys.rollout.transformers_process import Decoder
 from rlsys.rollout.transformers_process import main as run_child
 
 OUT = Path("outputs/bench")
 RESULT = OUT / "routing.json"
-DENSE = Path("examples/searchr1/tiny/policy")
 EXPERTS, CHOSEN = 8, 2
 SPREAD = 0.8
 """Noise of an expert's weights, in standard deviations of the MLP's."""
@@ -144,9 +143,9 @@ def mixture(dense: Any, spread: float) -> GptOssForCausalLM:
 
 def write_mixture(folder: Path, spread: float = SPREAD) -> Path:
     """Write the mixture of the demo's policy with its tokenizer. Returns `folder`."""
-    mixture(AutoModelForCausalLM.from_pretrained(DENSE, dtype=torch.float32), spread).save_pretrained(folder)
+    mixture(AutoModelForCausalLM.from_pretrained(FIRST_POLICY, dtype=torch.float32), spread).save_pretrained(folder)
     for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy2(DENSE / name, folder / name)
+        shutil.copy2(FIRST_POLICY / name, folder / name)
     return folder
 
 

@@ -8,7 +8,6 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
-from rlsys.errors import UserError
 from rlsys.weights.convert.conversion import megatron_to_hf
 
 CONFIG = "searchr1_tiny_cpu"
@@ -41,11 +40,11 @@ def training_run(outputs: Path, settings: Iterable[str], cassette: Path) -> Path
 
 
 def demo_policy() -> Path:
-    """Return the Hugging Face folder of the newest run of the demo. Raises UserError without any run."""
+    """Convert the newest checkpoint of the demo, and return the Hugging Face folder. Exits without a run of the demo."""
     found = Path("outputs").glob(f"{CONFIG}-*/checkpoints/global_step_*/actor")
     newest = max(found, key=lambda folder: folder.stat().st_mtime, default=None)
     if newest is None:
-        raise UserError("outputs has no run of the demo: run `make demo`.", code="not_found", key="outputs")
+        raise SystemExit("outputs has no run of the demo: run `make demo`.")
     out = Path("outputs/bench/demo_policy") / newest.parents[2].name
     if not (out / "config.json").is_file():
         megatron_to_hf(str(newest), str(out), str(FIRST_POLICY), processes=1)

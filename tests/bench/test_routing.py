@@ -8,7 +8,8 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from bench.routing import CHOSEN, DENSE, DisturbedDecoder, mixture, write_mixture
+from bench.routing import CHOSEN, DisturbedDecoder, mixture, write_mixture
+from bench.training_run import FIRST_POLICY
 from rlsys.rollout.agent.recorder import TurnSampling
 from rlsys.rollout.transformers_process import DecoderSpec
 
@@ -17,8 +18,8 @@ IDS = [list(range(5, 45)), list(range(300, 360))]
 
 
 def test_a_mixture_without_noise_computes_what_the_dense_policy_does() -> None:
-    dense = AutoModelForCausalLM.from_pretrained(DENSE, dtype=torch.float32).eval()
-    ids = AutoTokenizer.from_pretrained(DENSE)(TEXT, return_tensors="pt").input_ids
+    dense = AutoModelForCausalLM.from_pretrained(FIRST_POLICY, dtype=torch.float32).eval()
+    ids = AutoTokenizer.from_pretrained(FIRST_POLICY)(TEXT, return_tensors="pt").input_ids
     with torch.no_grad():
         theirs, ours = (one(ids).logits.log_softmax(-1) for one in (dense, mixture(dense, 0.0).eval()))
     kl = (theirs.exp() * (theirs - ours)).sum(-1)

@@ -483,8 +483,8 @@ def _runtime(rank: StageRank) -> float:
     kinds = sum(size > 1 for size in (parallel.tp, parallel.pp, parallel.cp, parallel.ep, dp))
     norm = rank.group != "inference" and rank.stage_size * parallel.pp > 1
     broadcast = not rank.is_critic and cluster.sync_mode is SyncMode.broadcast
-    passes_on = rank.group == "actor" and parallel.pp > 1 and cluster.sync_mode is not SyncMode.ipc
-    pairs = passes_on * (1 if rank.stage else parallel.pp - 1)
+    passes_on = rank.group == "actor" and cluster.sync_mode is not SyncMode.ipc
+    pairs = (1 if rank.stage else parallel.pp - 1) if passes_on else 0
     return CONTEXT_BYTES + NCCL_BYTES * (kinds + norm + broadcast + pairs)
 
 
