@@ -7,8 +7,8 @@ Between two events the batch is constant, so a decode step of B requests with K 
 The engine therefore jumps to the next event: a request ends its turn, the cache is full, a request arrives. Prefill comes
 before decoding, as in SGLang, and holds it up. An event costs O(log B), whatever the lengths.
 
-- Prefix cache: episodes of a group share their prompt; an episode that waits for a tool keeps its tokens until others need
-  the room, the longest waiting first.
+- Prefix cache: episodes of a group share their prompt; an episode that waits for a tool, or for admission after it, keeps
+  its tokens until others need the room, the longest waiting first.
 - Full cache: the request with most tokens left is retracted, waits first in line, and is prefilled again. Nothing is
   admitted until a request ends.
 - Switch of weights: the cache is lost, and requests in flight are prefilled again.
@@ -91,7 +91,7 @@ class SimulatedEngine:
         self._prefixes: set[Prefix] = set()
         """Prompts in the cache."""
         self._parked: OrderedDict[Request, float] = OrderedDict()
-        """Requests that wait for a tool -> tokens in the cache, the longest waiting first."""
+        """Requests that wait for a tool or for admission -> tokens in the cache, the longest waiting first."""
         self._parked_tokens = 0.0
         self._full = False
         self._paused = 0
@@ -120,9 +120,6 @@ class SimulatedEngine:
 
     def submit(self, request: Request) -> None:
         """Begin a turn of `request.left` tokens after `request.new` tokens of an observation."""
-        if request in self._parked:
-            self._cached += self._parked.pop(request)
-            self._parked_tokens -= request.own
         self._waiting.append(request)
         self._soon()
 
@@ -142,8 +139,6 @@ class SimulatedEngine:
         self._settle()
         if request in self._waiting:
             self._waiting.remove(request)
-            if request.resident:
-                self._cached -= request.own
         elif any(one is request for _, _, one in self._running):
             self._running = [entry for entry in self._running if entry[2] is not request]
             heapify(self._running)
@@ -287,7 +282,7 @@ class SimulatedEngine:
             request.ended(request)
 
     def _evict(self) -> None:
-        """Forget the tokens of those that wait for tools, as far as others need the room."""
+        """Forget the tokens of those that wait, as far as others need the room."""
         while self._parked and self._cached + self._parked_tokens > self.costs.cache_tokens:
             request, tokens = self._parked.popitem(last=False)
             self._parked_tokens -= tokens
@@ -314,11 +309,14 @@ class SimulatedEngine:
             request = self._waiting[0]
             prefix = request.prefix
             prompt = 0 if prefix in self._prefixes else prefix.tokens
-            own = 0.0 if request.resident else request.own
-            if (self._running or filling) and self._cached + prompt + own + request.new > costs.cache_tokens:
+            needed = prompt + request.own + request.new
+            if (self._running or filling) and self._cached + needed > costs.cache_tokens:
                 break
             self._waiting.popleft()
-            self._cached += prompt + own + request.new
+            own = 0.0 if request.resident else request.own
+            self._parked_tokens -= self._parked.pop(request, 0.0)
+            self._cached += needed
+            self._evict()
             tokens += prompt + own + request.new
             seconds += costs.fill_s(prompt, 0) + costs.fill_s(own + request.new, prefix.tokens + request.own - own)
             self._prefixes.add(prefix)

@@ -92,6 +92,41 @@ def test_full_cache_retracts_but_loses_nothing(lengths: list[int], room: int) ->
         assert engine.retracted == 0
 
 
+@given(LENGTHS, st.integers(30, 400))
+def test_tokens_that_wait_for_admission_take_no_room_from_others(lengths: list[int], room: int) -> None:
+    """If prefilling is free, the engine ends second turns at the same times if it kept the tokens of the first ones."""
+    costs = replace(FREE, token_s=0.01, cache_tokens=room)
+    kept, forgotten = (run_virtually(second_turns(costs, lengths, keeps)) for keeps in (True, False))
+    assert kept == pytest.approx(forgotten)
+
+
+async def second_turns(costs: EngineCosts, lengths: Sequence[int], keeps: bool) -> list[float]:
+    """Return the time at which each request ends its second turn, which is submitted when the first has ended.
+
+    Without `keeps`, another request with the same context takes it, of which the cache holds nothing.
+    """
+    engine, done, found = SimulatedEngine(costs), asyncio.Event(), list[float]()
+
+    def end(request: Request) -> None:
+        found.append(now())
+        engine.leave(request)
+        if len(found) == len(lengths):
+            done.set()
+
+    def go_on(request: Request) -> None:
+        context, length = request.own, request.own
+        if not keeps:
+            engine.leave(request)
+            request = Request(request.prefix, ended=end, own=context)
+        request.ended, request.new, request.left = end, 5, length
+        engine.submit(request)
+
+    for length in lengths:
+        engine.submit(Request(Prefix(10, 1 if keeps else 2), ended=go_on, left=length))
+    await done.wait()
+    return found
+
+
 @pytest.mark.parametrize("name", ["step_s", "weights_s", "token_s", "request_s", "prefill_s", "cache_s"])
 @given(lengths=LENGTHS)
 def test_any_cheaper_work_is_never_slower(name: str, lengths: list[int]) -> None:
