@@ -250,6 +250,8 @@ class Router:
         self._loads: dict[int, int] = {}
         """Life -> load; absent for 0."""
         self._assignments: dict[str, _Assignment] = {}
+        self._takers: dict[bool, tuple[Member, ...]] = {}
+        """`aside` -> members of the current snapshot that may take such keys."""
         self._died_under: dict[str, int] = {}
         """Keys that have lost one engine -> the engine that died."""
 
@@ -274,8 +276,9 @@ class Router:
             raise NoEngineLeft("every rollout engine has died.")
         if aside and not self.members.aside:
             raise NoneSetAside("every rollout engine that was reserved for evaluation has died.")
-        takers = (one for one in self.members.living if self.members.takes(one, aside))
-        one = min(takers, key=self.load, default=None)
+        if aside not in self._takers:
+            self._takers[aside] = tuple(one for one in self.members.living if self.members.takes(one, aside))
+        one = min(self._takers[aside], key=self.load, default=None)
         if one is None or not self._has_room(one, size):
             return None
         self._assignments[key] = _Assignment(one.life, one.engine, size)
@@ -292,7 +295,7 @@ class Router:
     def update(self, members: Members) -> Orphans:
         """Continue with the snapshot `members`; unassign the keys of members that were removed, and return them."""
         left = {one.life for one in self.members.of_engine.values() if one.standing is Standing.leaving}
-        self.members = members
+        self.members, self._takers = members, {}
         lives = {one.life for one in members.of_engine.values()}
         for life in self._loads.keys() - lives:
             del self._loads[life]

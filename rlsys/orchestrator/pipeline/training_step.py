@@ -28,8 +28,10 @@ from rlsys.orchestrator.pipeline.schedule_policy import make_policy
 from rlsys.orchestrator.pipeline.scheduler import StalenessScheduler
 
 MOST_SCORED_GROUPS = 32
-"""Most prompt groups that are scored at a time. Where scoring is the slowest stage, more groups wait after every score
-batch; without a bound the batches would double, and the actor would train the last one with nothing beside it."""
+"""Most prompt groups that are scored at a time in steps of up to 512 prompts; of larger steps, a sixteenth. Where scoring is
+the slowest stage, more groups wait after every score batch; without a bound the batches would double, and the actor would
+train the last one with nothing beside it. With a smaller bound, a large scoring group would have too few sequences a rank.
+"""
 
 
 class LearnerGroup(Protocol):
@@ -84,7 +86,7 @@ def score_batch_size(config: RunConfig) -> ScoreBatchSize:
     if trainer.schedule.kind == "sequential":
         return ScoreBatchSize(inf, trainer.prompts_per_step)
     largest = max(mini_batch_sizes(trainer.prompts_per_step, trainer.mini_batches))
-    return ScoreBatchSize(1, min(largest, MOST_SCORED_GROUPS))
+    return ScoreBatchSize(1, min(largest, max(MOST_SCORED_GROUPS, trainer.prompts_per_step // 16)))
 
 
 def mini_batches(config: RunConfig) -> MiniBatches:

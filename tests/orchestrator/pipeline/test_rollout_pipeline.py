@@ -106,13 +106,13 @@ def test_death_of_the_last_engine_ends_the_run_while_nothing_rolls() -> None:
     assert isinstance(root_cause(caught.value), NoEngineLeft)
 
 
-@pytest.mark.parametrize(("mini_batches_of_step", "most"), [(1, 32), (64, 8)])
-def test_actor_is_not_left_a_long_tail_where_scoring_is_the_slowest_stage(mini_batches_of_step: int, most: int) -> None:
+@pytest.mark.parametrize(("prompts", "parts", "most"), [(512, 1, 32), (512, 64, 8), (2048, 1, 128)])
+def test_actor_is_not_left_a_long_tail_where_scoring_is_the_slowest_stage(prompts: int, parts: int, most: int) -> None:
     """A group rolls out every 0.1 s, is scored in 0.15 s and trained in 0.1 s. If a batch had all groups that wait, the
     batches would grow by half each time, and a third of the step would be trained after the last of them."""
 
     class TimedWorkers(InstantWorkers):
-        capacity = 512
+        capacity = prompts
         begun, scored_at = 0, 0.0
 
         def __init__(self) -> None:
@@ -132,9 +132,9 @@ def test_actor_is_not_left_a_long_tail_where_scoring_is_the_slowest_stage(mini_b
         async def accumulate(self, samples: Sequence[Sample], *_: Any) -> None:
             await asyncio.sleep(0.1 * len(samples))
 
-    config = RunConfig(trainer=TrainerConfig(prompts_per_step=512, mini_batches=mini_batches_of_step))
+    config = RunConfig(trainer=TrainerConfig(prompts_per_step=prompts, mini_batches=parts))
     workers = TimedWorkers()
-    pipeline = workers.pipeline(StalenessScheduler(512, max_staleness=0))
+    pipeline = workers.pipeline(StalenessScheduler(prompts, max_staleness=0))
 
     async def step() -> float:
         async with asyncio.TaskGroup() as tasks:
@@ -145,9 +145,9 @@ def test_actor_is_not_left_a_long_tail_where_scoring_is_the_slowest_stage(mini_b
         return ended
 
     ended = run_virtually(step())
-    assert (sum(workers.sizes), max(workers.sizes)) == (512, most)
+    assert (sum(workers.sizes), max(workers.sizes)) == (prompts, most)
     assert ended - workers.scored_at <= 0.1 * most + 1e-6, "only the last batch is trained with nothing beside it"
-    assert ended < 1.05 * 512 * 0.15, "scoring alone determines the step"
+    assert ended < 1.05 * prompts * 0.15, "scoring alone determines the step"
 
 
 def test_room_that_returns_is_used_at_once() -> None:
