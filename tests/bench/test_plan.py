@@ -28,6 +28,7 @@ from bench.plan import (
     stages_of,
     steady_generation_s,
 )
+from bench.plan_scale import measured
 from rlsys.apps.planner.engine import Prefix, Request, SimulatedEngine
 from rlsys.apps.planner.virtual_time import now, run_virtually
 from rlsys.cluster.planning.hardware import REACHED, REACHED_FILE
@@ -171,3 +172,11 @@ def test_longest_of_a_group_is_that_of_all_draws() -> None:
     for count in (1, 2, 3):
         draws = [max(draw) for draw in product(lengths, repeat=count)]
         assert longest_of(lengths, count) == pytest.approx(fmean(draws))
+
+
+def test_four_times_the_machines_take_as_long_for_four_times_the_prompts() -> None:
+    """Weak scaling: the simulated pipeline has no part whose work per machine grows with their number."""
+    small, large = (measured(gpus) for gpus in (16, 64))
+    assert large["simulated_step_s"] == pytest.approx(small["simulated_step_s"], rel=0.1)
+    assert large["in_flight"] / small["in_flight"] == pytest.approx(4, rel=0.15)
+    assert large["events"] / small["events"] == pytest.approx(4, rel=0.15), "an event handles as many episodes"
