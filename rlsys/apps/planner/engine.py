@@ -1,14 +1,15 @@
 """Simulates a generation engine with continuous batching, from event to event. Pure, on the running loop's clock.
 
-Between two events the batch is constant, so a decode step of B requests with K tokens in the KV cache takes
+Between two events the batch is constant, so a decode step of B requests with contexts of K tokens in sum takes
 
     a + c K,    and K grows by B a step: n steps take about n a + c (K n + B n^2 / 2).
 
 The engine therefore jumps to the next event: a request ends its turn, the cache is full, a request arrives. Prefill comes
 before decoding, as in SGLang, and holds it up. An event costs O(log B), whatever the lengths.
 
-- Prefix cache: episodes of a group share their prompt; an episode that waits for a tool, or for admission after it, keeps
-  its tokens until others need the room, the longest waiting first.
+- Prefix cache: episodes of a group share the room of their prompt, and those of a later prefill its work; decoding reads it
+  for each of them. What no running request uses stays until others need the room, the longest unused first: the prompt, and
+  the tokens of an episode that waits for a tool, or for admission after it.
 - Full cache: the request with most tokens left is retracted, waits first in line, and is prefilled again. Nothing is
   admitted until a request ends.
 - Switch of weights: the cache is lost, and requests in flight are prefilled again.
@@ -41,6 +42,8 @@ class Prefix:
     tokens: int
     episodes: int
     """Episodes that have not ended."""
+    users: int = 0
+    """Requests that run or are prefilled."""
 
 
 @dataclass(slots=True, eq=False)
@@ -87,11 +90,13 @@ class SimulatedEngine:
         self._serial = 0
         self._steps = 0.0
         self._cached = 0.0
-        """Tokens of running and filling requests and of `_prefixes`."""
+        """Tokens of running and filling requests and of their prompts."""
+        self._read = 0.0
+        """Tokens that a decode step reads: the contexts of running requests."""
         self._prefixes: set[Prefix] = set()
         """Prompts in the cache."""
-        self._parked: OrderedDict[Request, float] = OrderedDict()
-        """Requests that wait for a tool or for admission -> tokens in the cache, the longest waiting first."""
+        self._parked: OrderedDict[Request | Prefix, float] = OrderedDict()
+        """Unused requests and prompts -> tokens in the cache, the longest unused first; a prompt after its requests."""
         self._parked_tokens = 0.0
         self._full = False
         self._paused = 0
@@ -126,13 +131,12 @@ class SimulatedEngine:
     def leave(self, request: Request) -> None:
         """Free the memory of a request that has ended its episode, or is cancelled."""
         request.left_engine, request.ended = True, _ignore  # Ends the cycle of the request and its owner.
-        if request in self._parked:
-            self._parked_tokens -= self._parked.pop(request)
+        self._unpark(request)
         prefix = request.prefix
         prefix.episodes -= 1
-        if not prefix.episodes and prefix in self._prefixes:
-            self._prefixes.remove(prefix)
-            self._cached -= prefix.tokens
+        if not prefix.episodes:
+            self._unpark(prefix)
+            self._prefixes.discard(prefix)
 
     def cancel(self, request: Request) -> None:
         """End a request before its turn has ended."""
@@ -142,10 +146,12 @@ class SimulatedEngine:
         elif any(one is request for _, _, one in self._running):
             self._running = [entry for entry in self._running if entry[2] is not request]
             heapify(self._running)
-            self._cached -= request.own
+            self._stop(request)
+            self._free(request)
         elif request in self._filling:
             self._filling.remove(request)
-            self._cached -= request.own + request.new
+            request.own += request.new
+            self._free(request)
         self.leave(request)
         self._soon()
 
@@ -175,21 +181,42 @@ class SimulatedEngine:
         held = [entry[2] for entry in sorted(self._running)]
         for request in held:
             self._stop(request)
+            request.prefix.users -= 1
         self._running = []
-        for request in [*held, *self._waiting, *self._parked]:
-            request.resident = False
+        for one in [*held, *self._waiting, *self._parked]:
+            if isinstance(one, Request):
+                one.resident = False
         self._waiting.extendleft(reversed(held))
         self._parked.clear()
         self._parked_tokens = 0.0
+        self._full = False
         # A prefill that was under way counts for the new weights.
         self._prefixes = {request.prefix for request in self._filling}
         self._cached = sum(prefix.tokens for prefix in self._prefixes)
         self._cached += sum(request.own + request.new for request in self._filling)
 
     def _stop(self, request: Request) -> None:
-        """Move what a running request has generated in its turn to its context."""
+        """Move what a running request has generated in its turn to its context; decoding reads it no more."""
         done = request.left - (request.target - self._steps)
         request.own, request.left = request.own + done, request.left - done
+        self._read -= request.prefix.tokens + request.own
+
+    def _free(self, request: Request) -> None:
+        """Give up the room of a request that ran or was prefilled, and that of its prompt unless another one uses it."""
+        self._cached -= request.own
+        prefix = request.prefix
+        prefix.users -= 1
+        if not prefix.users:
+            self._cached -= prefix.tokens
+            self._park(prefix, prefix.tokens)
+
+    def _park(self, unused: Request | Prefix, tokens: float) -> None:
+        """Keep tokens in the cache while there is room."""
+        self._parked[unused] = tokens
+        self._parked_tokens += tokens
+
+    def _unpark(self, used: Request | Prefix) -> None:
+        self._parked_tokens -= self._parked.pop(used, 0.0)
 
     def _soon(self) -> None:
         """Decide anew once all events of this moment have been heard."""
@@ -224,6 +251,7 @@ class SimulatedEngine:
         grown = steps * len(self._running)
         self._steps += steps
         self._cached += grown
+        self._read += grown
         self._generated += grown
 
     def _decide(self) -> None:
@@ -259,7 +287,7 @@ class SimulatedEngine:
         steps = self._running[0][0] - self._steps
         if batch > 1:
             steps = min(steps, max(1.0, (self.costs.cache_tokens - self._cached) / batch))
-        first, growth = (seconds * self._slowdown for seconds in self.costs.decode_s(batch, self._cached))
+        first, growth = (seconds * self._slowdown for seconds in self.costs.decode_s(batch, self._read))
         self._rate = first, growth
         self._since = self._loop.time()
         self._set(self._loop.call_later(steps * (first + growth * steps / 2), self._arrive, self._steps + steps))
@@ -275,18 +303,21 @@ class SimulatedEngine:
         while self._running and self._running[0][0] - self._steps < EPSILON:
             request = heappop(self._running)[2]
             self._full = False
-            request.own, request.left = request.own + request.left, 0.0
-            self._cached -= request.own
-            self._parked[request] = request.own
-            self._parked_tokens += request.own
+            request.target = self._steps
+            self._stop(request)
+            self._park(request, request.own)
+            self._free(request)
             request.ended(request)
 
     def _evict(self) -> None:
-        """Forget the tokens of those that wait, as far as others need the room."""
+        """Forget unused tokens, as far as others need the room."""
         while self._parked and self._cached + self._parked_tokens > self.costs.cache_tokens:
-            request, tokens = self._parked.popitem(last=False)
-            self._parked_tokens -= tokens
-            request.resident = False
+            unused = next(iter(self._parked))
+            self._unpark(unused)
+            if isinstance(unused, Request):
+                unused.resident = False
+            else:
+                self._prefixes.remove(unused)
 
     def _retract(self) -> None:
         entry = max(self._running)
@@ -295,7 +326,7 @@ class SimulatedEngine:
         request = entry[2]
         self._stop(request)
         request.resident = False
-        self._cached -= request.own
+        self._free(request)
         self._waiting.appendleft(request)
         self._full = True
         self.retracted += 1
@@ -308,20 +339,23 @@ class SimulatedEngine:
                 break
             request = self._waiting[0]
             prefix = request.prefix
-            prompt = 0 if prefix in self._prefixes else prefix.tokens
-            needed = prompt + request.own + request.new
+            needed = request.own + request.new + (0 if prefix.users else prefix.tokens)
             if (self._running or filling) and self._cached + needed > costs.cache_tokens:
                 break
             self._waiting.popleft()
+            # Only what an earlier prefill has cached is shared.
+            prompt = 0 if prefix in self._prefixes else prefix.tokens
             own = 0.0 if request.resident else request.own
-            self._parked_tokens -= self._parked.pop(request, 0.0)
+            self._unpark(request)
+            self._unpark(prefix)
+            prefix.users += 1
             self._cached += needed
             self._evict()
             tokens += prompt + own + request.new
             seconds += costs.fill_s(prompt, 0) + costs.fill_s(own + request.new, prefix.tokens + request.own - own)
-            self._prefixes.add(prefix)
             request.resident = True
             filling.append(request)
+        self._prefixes.update(request.prefix for request in filling)
         self._fill = tokens, 0.0
         return filling, seconds + (costs.step_s + costs.weights_s if filling else 0.0)
 
@@ -330,6 +364,7 @@ class SimulatedEngine:
         self._filled_tokens += self._fill[0]
         for request in self._filling:
             request.own, request.new = request.own + request.new, 0.0
+            self._read += request.prefix.tokens + request.own
             if request.version < 0:
                 request.version = self.version
             self._serial += 1

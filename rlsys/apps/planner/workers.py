@@ -18,7 +18,7 @@ from rlsys.apps.planner.engine import Prefix, Request, SimulatedEngine
 from rlsys.apps.planner.workload import EpisodeDraw, ToolServer, Workload
 from rlsys.cluster.planning.work import CallCosts
 from rlsys.config.derived import on_update
-from rlsys.config.schema import OnUpdate, RunConfig
+from rlsys.config.schema import GatewayAgent, OnUpdate, RunConfig
 from rlsys.data.question import Question
 from rlsys.data.trajectory import Finish, Floats, Group, Sample, Scores, Trajectory
 from rlsys.observe.spans import ROLLOUT_SPAN, Tracer
@@ -73,6 +73,34 @@ class _Episode:
     request: Request
     draw: EpisodeDraw
     turn: int = 0
+    playing: bool = False
+    """True while it holds a slot of its engine."""
+
+
+class _Slots:
+    """Lets at most `most` episodes of an engine play at a time; the others begin in order."""
+
+    def __init__(self, most: int) -> None:
+        self._free, self._waiting = most, deque[tuple[_Episode, Callable[[_Episode], None]]]()
+
+    def begin(self, episode: _Episode, play: Callable[[_Episode], None]) -> None:
+        """Play an episode now, or when those before it have ended."""
+        self._waiting.append((episode, play))
+        self._fill()
+
+    def end(self, episode: _Episode) -> None:
+        """Free the slot of an episode that has ended or is aborted, if it has one."""
+        self._free += episode.playing
+        episode.playing = False
+        self._fill()
+
+    def _fill(self) -> None:
+        while self._free and self._waiting:
+            episode, play = self._waiting.popleft()
+            if not episode.request.left_engine:
+                self._free -= 1
+                episode.playing = True
+                play(episode)
 
 
 class SimulatedRollouts:
@@ -100,8 +128,11 @@ class SimulatedRollouts:
         self.workers: Any = SimpleNamespace(name="rollout", ranks=[SimpleNamespace(name="rollout")])
         self.living: Mapping[int, None] = {0: None}
         self._config, self._costs, self._workload, self._seed, self._tracer = config, costs, workload, seed, tracer
-        self._samples, self._slots = config.algorithm.n_samples, config.rollout.max_episodes
-        self._router = Router(Members.first(engines), self._slots)
+        self._samples, self._most = config.algorithm.n_samples, config.rollout.max_episodes
+        agent = config.task.agent
+        slots = min(self._most, agent.concurrency) if isinstance(agent, GatewayAgent) else self._most
+        self._slots = [_Slots(slots) for _ in range(engines)]
+        self._router = Router(Members.first(engines), self._most)
         self._queue: deque[tuple[str, asyncio.Future[Member]]] = deque()
         self._server = ToolServer(workload.tools_per_s)
         self._arrays = TokenArrays(config.task.max_total_tokens + config.task.max_prompt_tokens + 1)
@@ -115,7 +146,7 @@ class SimulatedRollouts:
     @property
     def capacity(self) -> int:
         """Number of groups that can be generated at a time."""
-        return max(1, self._slots // self._samples) * len(self.engines)
+        return max(1, self._most // self._samples) * len(self.engines)
 
     @property
     def in_flight_s(self) -> float:
@@ -147,7 +178,7 @@ class SimulatedRollouts:
         draws = self._workload.group(self._config, self._seed, prompt_group, self._samples)
         try:
             with self._tracer.span(ROLLOUT_SPAN, lane=f"rank {member.engine}"):
-                versions = await self._generate(self.engines[member.engine], draws)
+                versions = await self._generate(member.engine, draws)
         finally:
             self._groups -= 1
             if not self._groups:
@@ -181,8 +212,9 @@ class SimulatedRollouts:
             self._queue.popleft()
             placed.set_result(member)
 
-    async def _generate(self, engine: SimulatedEngine, draws: Sequence[EpisodeDraw]) -> list[int]:
-        """Play the episodes on `engine`; return the version of each one's first token."""
+    async def _generate(self, number: int, draws: Sequence[EpisodeDraw]) -> list[int]:
+        """Play the episodes on engine `number`; return the version of each one's first token."""
+        engine, slots = self.engines[number], self._slots[number]
         begun, ended = self._loop.time(), self._loop.create_future()
         prefix = Prefix(draws[0].prompt, len(draws))
         left = [len(draws)]
@@ -203,6 +235,7 @@ class SimulatedRollouts:
                 timers[episode] = self._loop.call_at(at, play, episode)
                 return
             engine.leave(episode.request)
+            slots.end(episode)
             self._leaves(begun)
             left[0] -= 1
             if not left[0] and not ended.done():
@@ -214,7 +247,7 @@ class SimulatedRollouts:
             request = Request(prefix, ended=lambda _: None)
             episodes.append(_Episode(request, draw))
             request.ended = partial(end_turn, episodes[-1])
-            play(episodes[-1])
+            slots.begin(episodes[-1], play)
         try:
             await ended
         except asyncio.CancelledError:
@@ -224,6 +257,8 @@ class SimulatedRollouts:
                 if not episode.request.left_engine:
                     engine.cancel(episode.request)
                     self._leaves(begun)
+            for episode in episodes:  # Only now: none of them must take the slot of another.
+                slots.end(episode)
             raise
         return [episode.request.version for episode in episodes]
 

@@ -156,30 +156,102 @@ def test_switch_of_weights_prefills_everything_in_flight_again() -> None:
     assert version == 0, "a token of the first version stays the oldest"
 
 
-def test_episodes_of_a_group_share_their_prompt_and_a_waiting_one_keeps_its_tokens() -> None:
-    """Two episodes of a prompt of 1,000 tokens; one calls a tool, and its next turn prefills the observation alone."""
+def test_episodes_of_a_group_share_a_cached_prompt_and_a_waiting_one_keeps_its_tokens() -> None:
+    """Two episodes of a prompt of 1,000 tokens begin together. When they end, one goes on after a tool call with an
+    observation of 100 tokens, and a third begins."""
     costs = replace(FREE, token_s=1.0, prefill_s=0.01)
 
-    async def run() -> float:
-        engine, done = SimulatedEngine(costs), asyncio.Event()
-        prefix, turns = Prefix(1000, 2), [1]
+    async def run() -> tuple[float, float]:
+        engine, done, left = SimulatedEngine(costs), asyncio.Event(), [3]
 
-        def end(request: Request) -> None:
-            if turns and request is first:
-                turns.pop()
-                request.new, request.left = 100, 5
-                engine.submit(request)
-            elif request is first:
-                engine.leave(request)
+        def leave(request: Request) -> None:
+            engine.leave(request)
+            left[0] -= 1
+            if not left[0]:
                 done.set()
-            else:
-                engine.leave(request)
 
-        first, second = Request(prefix, ended=end, left=5), Request(prefix, ended=end, left=5)
+        def go_on(request: Request) -> None:
+            request.ended, request.new, request.left = leave, 100, 5
+            engine.submit(request)
+            engine.submit(third)
+
+        prefix = Prefix(1000, 3)
+        first, second, third = (Request(prefix, ended=end, left=5) for end in (go_on, leave, leave))
         engine.submit(first)
         engine.submit(second)
         await done.wait()
+        return now(), engine.filled
+
+    # 2,000 tokens, because no prompt is cached when they begin; 5 steps of two requests; 100 tokens; 5 steps of two.
+    assert run_virtually(run()) == (pytest.approx(20 + 5 * 2 + 1 + 5 * 2), pytest.approx(2100))
+
+
+def test_decoding_reads_a_shared_prompt_for_each_request() -> None:
+    costs = replace(FREE, cache_s=0.001)
+
+    async def run(prefixes: Sequence[Prefix]) -> float:
+        engine, done = SimulatedEngine(costs), asyncio.Event()
+
+        def end(request: Request) -> None:
+            engine.leave(request)
+            if engine.generated == pytest.approx(8 * 20):
+                done.set()
+
+        for prefix in prefixes:
+            engine.submit(Request(prefix, ended=end, left=20))
+        await done.wait()
         return now()
 
-    # 1,000 tokens once; 5 steps of two requests; 100 tokens; 5 steps of one request.
-    assert run_virtually(run()) == pytest.approx(10 + 5 * 2 + 1 + 5)
+    shared = run_virtually(run([Prefix(100, 8)] * 8))
+    assert shared == pytest.approx(run_virtually(run([Prefix(100, 1) for _ in range(8)])))
+    # Each of 20 steps reads 8 contexts of 100 tokens and half of what is generated.
+    assert shared == pytest.approx(0.001 * 20 * 8 * (100 + 20 / 2))
+
+
+def test_prompts_that_no_running_request_uses_give_way() -> None:
+    """Nine episodes wait for a tool with prompts that fill the cache. Of 40 others, nine at a time have room."""
+    costs = replace(FREE, step_s=1.0, cache_tokens=9500)
+
+    async def run() -> float:
+        engine, done, left = SimulatedEngine(costs), asyncio.Event(), [40]
+
+        def leave(request: Request) -> None:
+            engine.leave(request)
+            left[0] -= 1
+            if not left[0]:
+                done.set()
+
+        for _ in range(9):
+            engine.submit(Request(Prefix(1000, 1), ended=lambda _: None, left=10))
+        await asyncio.sleep(20)
+        begun = now()
+        for _ in range(40):
+            engine.submit(Request(Prefix(1000, 1), ended=leave, left=10))
+        await done.wait()
+        return now() - begun
+
+    # Prefilling five batches takes a step's time each.
+    assert run_virtually(run()) == pytest.approx(5 * (1 + 10))
+
+
+@given(LENGTHS, st.integers(30, 200), st.floats(0, 3), st.booleans())
+def test_cancelled_requests_leave_nothing(lengths: list[int], room: int, after_s: float, switches: bool) -> None:
+    async def run() -> None:
+        engine, prefix = SimulatedEngine(replace(COSTS, cache_tokens=room)), Prefix(10, len(lengths))
+        requests = [Request(prefix, ended=engine.leave, left=length) for length in lengths]
+        for request in requests:
+            engine.submit(request)
+        await asyncio.sleep(after_s)
+        if switches:
+            engine.pause()
+            await asyncio.sleep(0.5)
+            engine.resume(version=1)
+            await asyncio.sleep(after_s)
+        for request in requests:
+            if not request.left_engine:
+                engine.cancel(request)
+        await asyncio.sleep(100)
+        assert [engine._cached, engine._read, engine._parked_tokens] == pytest.approx([0, 0, 0], abs=1e-6)
+        assert [engine._prefixes, prefix.users, list(engine._waiting), engine._running] == [set(), 0, [], []]
+
+    run_virtually(run())

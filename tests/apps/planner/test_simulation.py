@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from rlsys.apps.planner.simulation import Simulated
 from rlsys.apps.planner.workload import ToolServer, Workload
 from rlsys.cluster.planning.work import EngineCosts, SyncCosts
-from rlsys.config.schema import BoundedWaitSchedule
+from rlsys.config.schema import BoundedWaitSchedule, GatewayAgent
 from tests.apps.planner.made import EQUAL, FREE, config_of, costs_of, simulated
 
 ENGINE = replace(FREE, step_s=0.01, max_running=64)
@@ -151,6 +151,13 @@ def test_work_per_trajectory_does_not_grow_with_their_number() -> None:
     costs = costs_of(replace(ENGINE, max_running=32), 1e-5, 1e-5)
     few, many = (simulated(config_of(prompts=count, samples=8), costs, TAILS, measured=1) for count in (16, 128))
     assert many.events / 128 < 1.2 * few.events / 16
+
+
+@pytest.mark.parametrize(("concurrency", "seconds"), [(1, 8 * 1.01), (2, 4 * 1.01), (64, 1.01)])
+def test_agents_of_the_gateway_wait_for_a_slot(concurrency: int, seconds: float) -> None:
+    """Eight episodes of 1.01 s begin together on one engine."""
+    config = config_of(staleness=None, task__agent=GatewayAgent(concurrency=concurrency))
+    assert simulated(config, costs_of(ENGINE, 1e-9, 1e-9)).step_s == pytest.approx(seconds, rel=1e-3)
 
 
 def test_searches_wait_for_a_saturated_server() -> None:
