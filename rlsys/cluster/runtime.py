@@ -254,10 +254,11 @@ def within(bundles: PlacementGroup, index: int) -> PlacementGroupSchedulingStrat
     )
 
 
-def machine_of(bundles: PlacementGroup, index: int) -> Machine | None:
-    """Return the machine of a bundle; None while the bundle has none that lives."""
-    node = placement_group_table(bundles)["bundles_to_node_id"].get(index)
-    return next((machine for machine in machines() if machine.node_id == node), None)
+def machines_of(bundles: PlacementGroup, alive: Iterable[Machine]) -> dict[int, Machine]:
+    """Return bundle index -> its machine, without bundles that have none of `alive`."""
+    by_id = {machine.node_id: machine for machine in alive}
+    nodes = placement_group_table(bundles)["bundles_to_node_id"]
+    return {index: by_id[node] for index, node in nodes.items() if node in by_id}
 
 
 def device_ids(bundles: PlacementGroup, indices: Iterable[int], timeout_s: float) -> dict[int, tuple[str, ...]]:

@@ -9,12 +9,12 @@ A Ray of this run's own without GPUs has as many slots as the run has processes.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 
 from rlsys.cluster.planning.placement import DeviceSlot
-from rlsys.cluster.runtime import RESOURCE, SLIVER, machine_of
+from rlsys.cluster.runtime import RESOURCE, SLIVER, Machine, machines, machines_of
 from rlsys.config.schema import ClusterConfig, Device
 
 
@@ -48,24 +48,20 @@ class Seats:
 
     def find(self, number: int) -> bool:
         """Return True if a process has devices on a machine that lives. Ray is asked for some if it has none."""
-        planned = number < self.planned
-        if planned and machine_of(self._bundles, self._slots[number].bundle):
-            self.release(number)
-            return True
-        if number in self._own:
-            return machine_of(self._own[number], 0) is not None
-        if not planned and self.unreserved:
-            return True
-        if not planned or self._cluster.nodes > 1:
-            self._own[number] = placement_group([self._shape()], strategy="PACK")
-        return False
+        return self.find_all([number])[number]
+
+    def find_all(self, numbers: Iterable[int]) -> dict[int, bool]:
+        """Return the answer of `find` for each process. Ray's machines and the run's bundles are read once."""
+        alive = machines()
+        placed = machines_of(self._bundles, alive)
+        return {number: self._find(number, alive, placed) for number in numbers}
 
     def stranded(self) -> list[int]:
         """Return the planned processes whose devices are tied to a machine that is lost."""
         if self._cluster.nodes == 1:
             return []
-        slots = enumerate(self._slots)
-        return [number for number, slot in slots if machine_of(self._bundles, slot.bundle) is None]
+        placed = machines_of(self._bundles, machines())
+        return [number for number, slot in enumerate(self._slots) if slot.bundle not in placed]
 
     def release(self, number: int) -> None:
         """Give back the devices that only this process has, if any."""
@@ -78,7 +74,20 @@ class Seats:
         for number in tuple(self._own):
             self.release(number)
 
-    def _shape(self) -> dict[str, float]:
+    def _find(self, number: int, alive: Sequence[Machine], placed: Mapping[int, Machine]) -> bool:
+        planned = number < self.planned
+        if planned and self._slots[number].bundle in placed:
+            self.release(number)
+            return True
+        if number in self._own:
+            return 0 in machines_of(self._own[number], alive)
+        if not planned and self.unreserved:
+            return True
+        if not planned or self._cluster.nodes > 1:
+            self._own[number] = placement_group([self._shape(placed)], strategy="PACK")
+        return False
+
+    def _shape(self, placed: Mapping[int, Machine]) -> dict[str, float]:
         shape = {RESOURCE[self._cluster.device]: float(len(self._slots[0].devices))}
-        near = None if self._near is None else machine_of(self._bundles, self._near)
+        near = None if self._near is None else placed.get(self._near)
         return shape if near is None else shape | {near.resource: SLIVER}

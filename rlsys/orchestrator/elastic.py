@@ -16,6 +16,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from math import inf
 from typing import Any, NoReturn, TypeVar
 
@@ -287,7 +288,7 @@ class Elastic:
             await asyncio.sleep(MACHINES_POLL_S)
             async with self._asking:  # Devices of an engine that leaves meanwhile are released afterwards.
                 wanted = [*self._engines.members.of_engine, *self._supervisor.displaced]
-                found = await answer(lambda engines=wanted: {one: self._seats.find(one) for one in engines})  # type: ignore[misc]
+                found = await answer(partial(self._seats.find_all, wanted))
             for engine, placed in found.items():
                 one = self._engines.members.of_engine.get(engine)
                 if one is not None and not placed:

@@ -1,11 +1,13 @@
-"""Tests of the devices of processes that join later or lose their machine, on a real Ray of several nodes."""
+"""Tests of the devices of processes that join later or lose their machine, mostly on a real Ray of several nodes."""
 
 from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +17,7 @@ from ray.cluster_utils import Cluster
 from rlsys.cluster.local_ray import RANK, local_ray, rays_own
 from rlsys.cluster.planning.placement import DeviceSlot
 from rlsys.cluster.runtime import answer, ray_runtime
+from rlsys.cluster.seats import Seats
 from rlsys.cluster.worker_group import RankDied, WorkerGroup
 from rlsys.config.schema import ClusterConfig, Device
 from tests.cluster.toy import Toy
@@ -22,8 +25,6 @@ from tests.cluster.toy import Toy
 LIMIT_S = 300
 SLOTS = [DeviceSlot(bundle, (0,), 1.0, pinned=False) for bundle in (0, 1)]
 STORE_BYTES = 80 * 1024**2
-
-pytestmark = [pytest.mark.slow]
 
 
 class Nodes:
@@ -62,6 +63,7 @@ async def until(holds: Callable[[], bool]) -> None:
         await asyncio.sleep(0.2)
 
 
+@pytest.mark.slow
 async def test_processes_of_a_lost_node_and_further_ones_start_where_devices_appear(
     nodes: Nodes, tmp_path: Path
 ) -> None:
@@ -114,6 +116,38 @@ async def test_processes_of_a_lost_node_and_further_ones_start_where_devices_app
         finally:
             group.kill()
             seats.release_all()
+
+
+def test_ray_is_read_once_for_all_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bundle 7 is on a node that is dead, bundle 8 on none; the bundle that process 7 gets instead has a node."""
+    asked: Counter[str] = Counter()
+    node = {"NodeID": "a", "NodeManagerHostname": "a", "NodeManagerAddress": "10.0.0.1", "Resources": {}, "Alive": True}
+    nodes_of: dict[Any, dict[int, str]] = {"run": dict.fromkeys(range(448), "a") | {7: "b", 8: ""}}
+
+    def nodes() -> list[dict[str, Any]]:
+        asked["nodes"] += 1
+        return [node, node | {"NodeID": "b", "Alive": False}]
+
+    def table(bundles: Any) -> dict[str, Any]:
+        asked[bundles] += 1
+        return {"bundles_to_node_id": nodes_of[bundles]}
+
+    def reserve(shape: list[dict[str, float]], **_: Any) -> str:
+        assert shape == [{"CPU": 1.0}]
+        nodes_of[f"own {len(nodes_of)}"] = {0: "a"} if len(nodes_of) == 1 else {}
+        return f"own {len(nodes_of) - 1}"
+
+    monkeypatch.setattr("rlsys.cluster.runtime.ray", SimpleNamespace(nodes=nodes))
+    monkeypatch.setattr("rlsys.cluster.runtime.placement_group_table", table)
+    monkeypatch.setattr("rlsys.cluster.seats.placement_group", reserve)
+    bundles: Any = "run"
+    slots = [DeviceSlot(bundle, (0,), 1.0, pinned=False) for bundle in range(448)]
+    seats = Seats(bundles, slots, ClusterConfig(device=Device.cpu, address="10.0.0.1:6379", nodes=2))
+    assert [number for number, found in seats.find_all(range(448)).items() if not found] == [7, 8]
+    assert [number for number, found in seats.find_all(range(448)).items() if not found] == [8]
+    assert asked == {"nodes": 2, "run": 2, "own 1": 1, "own 2": 1}
+    assert seats.stranded() == [7, 8]
+    assert asked == {"nodes": 3, "run": 3, "own 1": 1, "own 2": 1}
 
 
 async def _number_on(group: WorkerGroup, node: Any) -> int:

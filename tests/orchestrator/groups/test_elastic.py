@@ -36,6 +36,8 @@ class Devices:
         self.lost: set[int] = set()
         """Engines whose machine is gone."""
         self.taken: set[int] = set()
+        self.asked: list[list[int]] = []
+        """Engines of each call of `find_all`."""
 
     unreserved = False
 
@@ -47,6 +49,10 @@ class Devices:
                 return False
             self.taken.add(engine)
         return True
+
+    def find_all(self, engines: list[int]) -> dict[int, bool]:
+        self.asked.append(engines)
+        return {engine: self.find(engine) for engine in engines}
 
     def release(self, engine: int) -> None:
         self.taken.discard(engine)
@@ -350,6 +356,7 @@ async def test_an_engine_that_joins_does_not_take_the_number_of_one_that_returns
             await joining
         await asyncio.sleep(10)
         assert run.standings == dict.fromkeys(serving, "serving")
+    assert run.devices.asked[:2] == [[0, 1, 2]] * 2, "one question for all, also for one without a machine"
 
 
 @virtually
