@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from functools import cached_property
 from typing import Any
 
 from rlsys.errors import RunError
@@ -61,7 +62,7 @@ class Member:
         return self.standing in (Standing.serving, Standing.suspect, Standing.leaving)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)  # Without slots, so that each list is made once per snapshot: every prompt group asks for some.
 class Members:
     """All members at one moment. Each event returns the next snapshot.
 
@@ -88,27 +89,27 @@ class Members:
                 found = found._change(found.of_engine[engine], standing=Standing.serving)
         return found
 
-    @property
+    @cached_property
     def living(self) -> tuple[Member, ...]:
         """Admitted members, in order."""
         return tuple(one for one in self.up if one.lives)
 
-    @property
+    @cached_property
     def up(self) -> tuple[Member, ...]:
         """Members whose processes answer calls, in order."""
         return tuple(one for _, one in sorted(self.of_engine.items()) if one.standing is not Standing.starting)
 
-    @property
+    @cached_property
     def aside(self) -> frozenset[int]:
         """Engines that are set aside."""
         return frozenset(one.engine for one in self.living if one.aside)
 
-    @property
+    @cached_property
     def rolling(self) -> tuple[Member, ...]:
         """Members for rollouts, including those that still switch to `version`."""
         return tuple(one for one in self.living if one.standing is Standing.serving and not one.aside)
 
-    @property
+    @cached_property
     def leaving(self) -> tuple[Member, ...]:
         """Members that leave when their groups have ended."""
         return tuple(one for one in self.living if one.standing is Standing.leaving)

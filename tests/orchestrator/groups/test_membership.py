@@ -212,6 +212,17 @@ TestMembersAndRouter = MembersAndRouter.TestCase
 TestMembersAndRouter.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
 
 
+def test_lists_of_members_are_made_once_for_each_snapshot() -> None:
+    members = Members.first(4)
+    members = members.set_aside([members.of_engine[3]])
+    members = members.leave(members.of_engine[2])
+    for name in ("up", "living", "rolling", "leaving", "aside"):
+        assert getattr(members, name) is getattr(members, name)
+    later = members.stay(members.of_engine[2])
+    assert [len(one.rolling) for one in (members, later)] == [2, 3]
+    assert [len(one.leaving) for one in (members, later)] == [1, 0]
+
+
 def test_members_of_a_run_that_goes_back_have_no_version_and_start_again_unless_they_live() -> None:
     """Engine 0 lives at version 4, engine 1 is being started again, engine 2 was given up."""
     members = Members.first(3).raise_to(4)
