@@ -296,13 +296,16 @@ class Router:
     def update(self, members: Members) -> Orphans:
         """Continue with the snapshot `members`; unassign the keys of members that were removed, and return them."""
         left = {one.life for one in self.members.of_engine.values() if one.standing is Standing.leaving}
-        self.members, self._takers = members, {}
         lives = {one.life for one in members.of_engine.values()}
-        for life in self._loads.keys() - lives:
-            del self._loads[life]
+        gone = {one.life for one in self.members.of_engine.values()} - lives
+        self.members, self._takers = members, {}
+        for life in gone:
+            self._loads.pop(life, None)
         retry: list[str] = []
         lost: dict[str, str] = {}
-        for key, held in [(key, held) for key, held in self._assignments.items() if held.life not in lives]:
+        # Each switch of an engine makes a snapshot too: look at all keys only after a removal.
+        orphaned = [(key, held) for key, held in self._assignments.items() if held.life in gone] if gone else []
+        for key, held in orphaned:
             del self._assignments[key]
             if held.life in left:
                 retry.append(key)

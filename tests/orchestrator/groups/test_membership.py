@@ -223,6 +223,26 @@ def test_lists_of_members_are_made_once_for_each_snapshot() -> None:
     assert [len(one.leaving) for one in (members, later)] == [1, 0]
 
 
+def test_router_looks_at_all_keys_only_when_a_member_was_removed() -> None:
+    class Looks(dict[str, Any]):
+        made = 0
+
+        def items(self) -> Any:
+            self.made += 1
+            return super().items()
+
+    members = Members.first(2)
+    router = Router(members)
+    router._assignments = looks = Looks()
+    router.assign("a")
+    for one in members.living:
+        members = members.switched(one, 1)
+        assert router.update(members).retry == ()
+    assert looks.made == 0
+    assert router.update(members.remove(members.of_engine[0], returns=True)).retry == ("a",)
+    assert looks.made == 1
+
+
 def test_members_of_a_run_that_goes_back_have_no_version_and_start_again_unless_they_live() -> None:
     """Engine 0 lives at version 4, engine 1 is being started again, engine 2 was given up."""
     members = Members.first(3).raise_to(4)
