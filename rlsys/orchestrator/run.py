@@ -127,7 +127,7 @@ METRIC_TABLES: Mapping[str, Sequence[Metric]] = {
 """Heading in docs/metrics.md -> its metrics; without those of the user."""
 
 POLL_S = 1.0
-"""Interval at which `watch_engines` polls the engines."""
+"""Shortest interval at which `watch_engines` polls the engines."""
 _KEEPS = "waits for trajectories to be written"
 
 
@@ -227,7 +227,7 @@ class Run:
             tasks.create_task(self.watch_progress())
 
     async def watch_engines(self) -> None:
-        """Restart engines that die or hang, and refresh the rollout status every `POLL_S`, until cancelled."""
+        """Restart engines that die or hang, and refresh the rollout status at each poll of them, until cancelled."""
         await self.supervisor.run(POLL_S, self.pipeline.show_rollouts)
 
     async def watch_progress(self) -> None:

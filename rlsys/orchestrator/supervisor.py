@@ -27,6 +27,9 @@ from rlsys.orchestrator.weight_sync import WeightSync
 from rlsys.orchestrator.worker_groups import MEGATRON
 from rlsys.rollout.agent.episode import EngineActivity
 
+POLLED_PER_S = 50
+"""Most engines that are polled per second: each is a call, which the driver's event loop makes beside all others."""
+
 
 @dataclass(slots=True)
 class _Beat:
@@ -126,7 +129,10 @@ class Supervisor:
         self._end(engine, Outcome.given_up, why)
 
     async def run(self, poll_s: float, after_poll: Callable[[], None] = lambda: None) -> None:
-        """Watch and restart engines until cancelled; call `after_poll` after each poll of the engines."""
+        """Watch and restart engines until cancelled; call `after_poll` after each poll of the engines.
+
+        Polls are `poll_s` apart, or further with many engines: see `POLLED_PER_S`.
+        """
         async with asyncio.TaskGroup() as restarts:
             begun: set[int] = set()
 
@@ -140,7 +146,7 @@ class Supervisor:
             restart_new(self._engines.members)
             try:
                 while True:
-                    await asyncio.sleep(poll_s)
+                    await asyncio.sleep(max(poll_s, len(self._engines.members.up) / POLLED_PER_S))
                     await self.poll()
                     after_poll()
             finally:

@@ -194,6 +194,18 @@ async def test_engine_that_makes_no_progress_is_suspect_then_restarted(answers: 
     assert [row.get("kind") for row in rows(tmp_path / "faults")] == ["hung", None]
 
 
+@pytest.mark.parametrize(("count", "polls"), [(50, 99), (448, 11)])
+@virtually
+async def test_many_engines_are_polled_less_often(count: int, polls: int, tmp_path: Path) -> None:
+    engines = Engines(count)
+    _, supervisor = supervised(engines, Copy(), 0, tmp_path / "faults")
+    watching = asyncio.ensure_future(supervisor.run(1.0))
+    await asyncio.sleep(99.5)
+    assert {sum(method == "activity" for method, _ in one.log) for one in engines.ranks} == {polls}
+    watching.cancel()
+    await asyncio.wait({watching})
+
+
 def test_engine_that_waits_for_a_search_or_generates_is_not_hung() -> None:
     beats = Heartbeats()
     for second in range(0, 1000, 10):
