@@ -78,7 +78,8 @@ ALIASES = {"correct_answer": "exact_match"}
 PENALTIES = frozenset({"search_penalty", "invalid_format", "invalid_turns", "overlong"})
 """Terms that measure unwanted behaviour and need a negative weight."""
 _MAX_THREADS = 8
-"""Maximum number of user-defined plain functions running at a time."""
+"""Maximum number of user-defined plain functions running at a time, also in large steps: each one that computes takes
+Python's global lock from the driver's event loop."""
 _QUOTED_CHARS = 100
 
 
