@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cache
 
 UNITS = "units.json"
 """File in a run's folder: name of a metric -> [unit, meaning]."""
@@ -29,7 +30,7 @@ class Metric:
     """Name in Search-R1 or veRL (S) and in RLinf (R), as Markdown; a letter alone means the same name."""
 
     def covers(self, name: str) -> bool:
-        return any(re.fullmatch(_pattern(one), name) for one in self.names.split())
+        return any(_pattern(one).fullmatch(name) for one in self.names.split())
 
     @property
     def text(self) -> str:
@@ -43,8 +44,10 @@ def explained(names: Iterable[str], metrics: Sequence[Metric]) -> dict[str, list
     return {name: [one.unit, one.text] for name, one in found.items() if one is not None}
 
 
-def _pattern(name: str) -> str:
-    """Return the regular expression of the names that `name` stands for."""
+@cache
+def _pattern(name: str) -> re.Pattern[str]:
+    """Return the regular expression of the names that `name` stands for; a run with many engines has thousands of names."""
     words = {"<": lambda _: "[^/]+", "{": lambda part: f"({part[1:-1].replace(',', '|')})", ".": lambda _: ".+"}
     parts = _VARIABLE.split(name)
-    return "".join(words[part[0]](part) if place % 2 else re.escape(part) for place, part in enumerate(parts))
+    read = (words[part[0]](part) if place % 2 else re.escape(part) for place, part in enumerate(parts))
+    return re.compile("".join(read))
