@@ -34,7 +34,7 @@ EXPERIMENTS: Mapping[Device, tuple[str, ...]] = {
     Device.gpu: ("searchr1_qwen2.5_1.5b_1gpu",),
     Device.cpu: (
         *("searchr1_tiny_cpu", "cluster=one_slot", "trainer.schedule.kind=sequential"),
-        *("trainer.prompts_per_step=4", "trainer.mini_batches=1"),
+        *("trainer.prompts_per_step=4", "trainer.mini_batches=1", "task.max_prompt_tokens=512"),
     ),
 }
 """Device -> the config, and settings that it has besides those of `overrides`."""

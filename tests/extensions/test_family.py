@@ -39,8 +39,9 @@ from tests.trainer.test_against_transformers import check_training
 
 FAMILY = reference.OWN_FAMILY
 TOYS = "tests.extensions.family_toys"
-SGLANG_RUNS = dict.fromkeys(("gemma3_text", "glm4", "mistral", "phi3"), "null") | {"exaone4": FAMILY}
-"""Tiny model -> its family as in `model.family`; SGLang runs each on a CPU."""
+RUNS = [(model, "null", "sglang") for model in ("gemma3_text", "glm4", "mistral", "phi3")]
+RUNS.append(("exaone4", FAMILY, "transformers"))  # SGLang has it on GPUs only.
+"""Tiny model, its family as in `model.family`, and the engine."""
 
 
 @pytest.fixture
@@ -114,13 +115,14 @@ def test_family_names_the_keys_of_sizes(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.engine
-@pytest.mark.parametrize(("model", "family"), SGLANG_RUNS.items())
-def test_run_with_sglang_by_config_alone(model: str, family: str, tmp_path: Path) -> None:
-    """After every update, SGLang's tensors have the predicted hashes. Its log-probs equal Megatron's."""
+@pytest.mark.parametrize(("model", "family", "engine"), RUNS)
+def test_run_by_config_alone(model: str, family: str, engine: str, tmp_path: Path) -> None:
+    """After every update, the engine's tensors have the predicted hashes. Its log-probs equal Megatron's."""
     run = Finished(
         tmp_path / "runs",
         f"model.path={tiny_model(model, tmp_path / 'model')}",
         f"model.family={family}",
+        f"rollout.engine.kind={engine}",
         f"reward.terms.{even_tokens.__module__}.{even_tokens.__name__}=1.0",
         "trainer.steps=2",
         "task.max_turns=1",
