@@ -73,9 +73,7 @@ def measured(gpus: int) -> dict[str, Any]:
 def main() -> None:
     """Simulate runs of growing size, and print what a step takes."""
     rows = [measured(gpus) for gpus in GPUS]
-    table = Table(
-        "GPUs", "episodes in flight", "simulated step", "events", "takes", "an event", "of the first", "peak memory"
-    )
+    table = Table("GPUs", "in flight", "step", "events", "takes", "an event", "ratio", "memory")
     for row in rows:
         row["us_per_event_ratio"] = row["us_per_event"] / rows[0]["us_per_event"]
         table.add_row(
