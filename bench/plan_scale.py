@@ -32,7 +32,7 @@ RESULT = Path("outputs/bench/plan_scale.json")
 MODEL = read_architecture(PROJECT_CONFIGS / "model" / "shapes" / "qwen2.5-7b-instruct")
 GPUS = (64, 256, 1024)
 STEPS = 2
-"""Steps that are measured; as many before them fill the pipeline."""
+"""Steps that are measured, after those that fill the pipeline."""
 
 
 def config_of(gpus: int) -> RunConfig:

@@ -146,7 +146,8 @@ class Supervisor:
             restart_new(self._engines.members)
             try:
                 while True:
-                    await asyncio.sleep(max(poll_s, len(self._engines.members.up) / POLLED_PER_S))
+                    pause_s = min(len(self._engines.members.up) / POLLED_PER_S, self._stall_timeout_s / 4)
+                    await asyncio.sleep(max(poll_s, pause_s))
                     await self.poll()
                     after_poll()
             finally:

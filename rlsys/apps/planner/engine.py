@@ -148,6 +148,7 @@ class SimulatedEngine:
             heapify(self._running)
             self._stop(request)
             self._free(request)
+            self._full = False
         elif request in self._filling:
             self._filling.remove(request)
             request.own += request.new

@@ -128,11 +128,12 @@ class SimulatedRollouts:
         self.workers: Any = SimpleNamespace(name="rollout", ranks=[SimpleNamespace(name="rollout")])
         self.living: Mapping[int, None] = {0: None}
         self._config, self._costs, self._workload, self._seed, self._tracer = config, costs, workload, seed, tracer
-        self._samples, self._most = config.algorithm.n_samples, config.rollout.max_episodes
+        self._samples, self._max_episodes = config.algorithm.n_samples, config.rollout.max_episodes
         agent = config.task.agent
-        slots = min(self._most, agent.concurrency) if isinstance(agent, GatewayAgent) else self._most
-        self._slots = [_Slots(slots) for _ in range(engines)]
-        self._router = Router(Members.first(engines), self._most)
+        most = self._max_episodes
+        most = min(most, agent.concurrency) if isinstance(agent, GatewayAgent) else most
+        self._slots = [_Slots(most) for _ in range(engines)]
+        self._router = Router(Members.first(engines), self._max_episodes)
         self._queue: deque[tuple[str, asyncio.Future[Member]]] = deque()
         self._server = ToolServer(workload.tools_per_s)
         self._arrays = TokenArrays(config.task.max_total_tokens + config.task.max_prompt_tokens + 1)
@@ -146,7 +147,7 @@ class SimulatedRollouts:
     @property
     def capacity(self) -> int:
         """Number of groups that can be generated at a time."""
-        return max(1, self._most // self._samples) * len(self.engines)
+        return max(1, self._max_episodes // self._samples) * len(self.engines)
 
     @property
     def in_flight_s(self) -> float:

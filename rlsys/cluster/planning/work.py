@@ -83,11 +83,14 @@ class EngineCosts:
     """The same as `pair_s` in the layers that attend within `window` tokens."""
     window: int = 0
 
-    def decode_s(self, requests: float, cached: float) -> tuple[float, float]:
-        """Return the seconds of a decode step now, and by how much each further step is longer."""
+    def decode_s(self, requests: float, context: float) -> tuple[float, float]:
+        """Return the seconds of a decode step now, and by how much each further step is longer.
+
+        `context` is the number of tokens that all requests attend to together.
+        """
         read = self.weights_s + self.experts_s * (1 - (1 - self.expert_share) ** requests)
         products = max(read, self.token_s * requests)
-        return self.step_s + products + self.request_s * requests + self.cache_s * cached, self.cache_s * requests
+        return self.step_s + products + self.request_s * requests + self.cache_s * context, self.cache_s * requests
 
     def fill_s(self, new: float, context: float) -> float:
         """Return the seconds in which `new` tokens after `context` others are prefilled."""

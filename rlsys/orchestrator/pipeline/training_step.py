@@ -80,7 +80,8 @@ def score_batch_size(config: RunConfig) -> ScoreBatchSize:
     """Return the batch size of the score loop.
 
     The `sequential` schedule scores the whole step at once, when all rollouts have ended or been aborted. Other
-    schedules score the groups that are rewarded so far, at most `MOST_SCORED_GROUPS` and the largest mini-batch.
+    schedules score the groups that are rewarded so far: at most a sixteenth of the step, or `MOST_SCORED_GROUPS` if that is
+    more, and never more than the largest mini-batch.
     """
     trainer = config.trainer
     if trainer.schedule.kind == "sequential":

@@ -237,7 +237,7 @@ def test_prompts_that_no_running_request_uses_give_way() -> None:
 @given(LENGTHS, st.integers(30, 200), st.floats(0, 3), st.booleans())
 def test_cancelled_requests_leave_nothing(lengths: list[int], room: int, after_s: float, switches: bool) -> None:
     async def run() -> None:
-        engine, prefix = SimulatedEngine(replace(COSTS, cache_tokens=room)), Prefix(10, len(lengths))
+        engine, prefix = SimulatedEngine(replace(COSTS, cache_tokens=room, prefill_s=0.02)), Prefix(10, len(lengths))
         requests = [Request(prefix, ended=engine.leave, left=length) for length in lengths]
         for request in requests:
             engine.submit(request)
