@@ -331,17 +331,19 @@ def steady_generation_s(
     """Return the seconds in which an engine ends `requests` responses while others begin.
 
     It has `slots` for responses. A prompt group holds its `samples` slots until its longest response has ended, so on
-    average a slot is in use for a share of mean length / longest of `samples` of the time. They share the prompt. A long
+    average a slot is in use for a share of mean length / longest of `samples` of the time. They share the room of their
+    prompt, but each of them prefills it, because they begin together, and each decode step reads it for each. A long
     response is in flight for longer, so the mean length of those in flight is the mean square / twice the mean so far.
     `lengths` are sorted.
     """
     mean = fmean(lengths)
-    context = prompt / samples + fmean(length * length for length in lengths) / (2 * mean)
-    room = min(slots * mean / longest_of(lengths, samples), engine.max_running, engine.cache_tokens / context)
+    own = fmean(length * length for length in lengths) / (2 * mean)
+    most = engine.cache_tokens / (prompt / samples + own)
+    room = min(slots * mean / longest_of(lengths, samples), engine.max_running, most)
     if room < 1:
         return inf
-    step = engine.decode_s(max(1, round(room)), room * context)[0]
-    return requests * (mean / room * step + engine.fill_s(prompt, 0) / samples)
+    step = engine.decode_s(max(1, round(room)), room * (prompt + own))[0]
+    return requests * (mean / room * step + engine.fill_s(prompt, 0))
 
 
 def longest_of(lengths: Sequence[float], count: int) -> float:

@@ -12,7 +12,7 @@ from typing import Any
 from rlsys.config.compose import PROJECT_CONFIGS
 from rlsys.weights.family_file import FAMILIES, family_names, unsupported_types
 from rlsys.weights.weight_map import load_family, read_architecture
-from tests.extensions.test_family import SGLANG_RUNS
+from tests.extensions.test_family import RUNS
 from tests.support.hf_models import configs
 from tests.support.tiny_models import BUILT_IN
 from tests.trainer.harness import Layout
@@ -81,7 +81,8 @@ def _named(layout: Layout) -> str:
 def _engines(family: str) -> str:
     """Return the engines that were given the weights of a model of the family in a test; qwen2 is in most tests."""
     # tests/live/test_miniatures.py trains a model of each of the families of experiments with SGLang.
-    sglang = {*SGLANG_RUNS, *(read_architecture(folder).family for folder in SHAPES.iterdir())}
+    sglang = {model for model, _, engine in RUNS if engine == "sglang"}
+    sglang |= {read_architecture(folder).family for folder in SHAPES.iterdir()}
     held = {"transformers": {*BUILT_IN, "qwen2"}, "SGLang": sglang}
     return ", ".join(engine for engine, families in held.items() if family in families)
 
