@@ -114,6 +114,11 @@ class Members:
         """Members that leave when their groups have ended."""
         return tuple(one for one in self.living if one.standing is Standing.leaving)
 
+    @cached_property
+    def takers(self) -> Mapping[bool, tuple[Member, ...]]:
+        """`aside` -> members that `takes` such work, in order."""
+        return {aside: tuple(one for one in self.living if self.takes(one, aside)) for aside in (False, True)}
+
     def takes(self, one: Member, aside: bool) -> bool:
         """Return True if `one` may take rollouts, or with `aside` answers of an evaluation on engines set aside.
 
@@ -251,8 +256,6 @@ class Router:
         self._loads: dict[int, int] = {}
         """Life -> load; absent for 0."""
         self._assignments: dict[str, _Assignment] = {}
-        self._takers: dict[bool, tuple[Member, ...]] = {}
-        """`aside` -> members of the current snapshot that may take such keys."""
         self._died_under: dict[str, int] = {}
         """Keys that have lost one engine -> the engine that died."""
 
@@ -277,9 +280,7 @@ class Router:
             raise NoEngineLeft("every rollout engine has died.")
         if aside and not self.members.aside:
             raise NoneSetAside("every rollout engine that was reserved for evaluation has died.")
-        if aside not in self._takers:
-            self._takers[aside] = tuple(one for one in self.members.living if self.members.takes(one, aside))
-        one = min(self._takers[aside], key=self.load, default=None)
+        one = min(self.members.takers[aside], key=self.load, default=None)
         if one is None or not self._has_room(one, size):
             return None
         self._assignments[key] = _Assignment(one.life, one.engine, size)
@@ -298,7 +299,7 @@ class Router:
         left = {one.life for one in self.members.of_engine.values() if one.standing is Standing.leaving}
         lives = {one.life for one in members.of_engine.values()}
         gone = {one.life for one in self.members.of_engine.values()} - lives
-        self.members, self._takers = members, {}
+        self.members = members
         for life in gone:
             self._loads.pop(life, None)
         retry: list[str] = []

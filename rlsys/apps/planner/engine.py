@@ -150,9 +150,12 @@ class SimulatedEngine:
             self._free(request)
             self._full = False
         elif request in self._filling:
+            filled, busy_s = self.filled, self.busy_s
             self._filling.remove(request)
             request.own += request.new
             self._free(request)
+            if not self._filling:  # The prefill ends here.
+                self._filled_tokens, self._busy_s = filled, busy_s
         self.leave(request)
         self._soon()
 

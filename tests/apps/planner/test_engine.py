@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import pytest
@@ -19,20 +19,30 @@ COSTS = replace(FREE, step_s=0.01, weights_s=0.004, token_s=0.0005, request_s=0.
 LENGTHS = st.lists(st.integers(1, 60), min_size=1, max_size=20)
 
 
+def leaving(engine: SimulatedEngine, count: int) -> tuple[Callable[[Request], None], asyncio.Event]:
+    """Return a function by which a request leaves `engine`, and an event that `count` calls of it set."""
+    done, left = asyncio.Event(), [count]
+
+    def leave(request: Request) -> None:
+        engine.leave(request)
+        left[0] -= 1
+        if not left[0]:
+            done.set()
+
+    return leave, done
+
+
 def ends(costs: EngineCosts, lengths: Sequence[int], prompt: int = 10) -> tuple[list[float], SimulatedEngine]:
     """Return the time at which each request of one turn ends, all submitted at once, and the engine."""
     found = [0.0] * len(lengths)
 
     async def run() -> SimulatedEngine:
-        engine, done = SimulatedEngine(costs), asyncio.Event()
-        left = [len(lengths)]
+        engine = SimulatedEngine(costs)
+        leave, done = leaving(engine, len(lengths))
 
         def end(number: int, request: Request) -> None:
             found[number] = now()
-            engine.leave(request)
-            left[0] -= 1
-            if not left[0]:
-                done.set()
+            leave(request)
 
         for number, length in enumerate(lengths):
             request = Request(Prefix(prompt, 1), ended=lambda one, number=number: end(number, one), left=length)
@@ -105,13 +115,12 @@ async def second_turns(costs: EngineCosts, lengths: Sequence[int], keeps: bool) 
 
     Without `keeps`, another request with the same context takes it, of which the cache holds nothing.
     """
-    engine, done, found = SimulatedEngine(costs), asyncio.Event(), list[float]()
+    engine, found = SimulatedEngine(costs), list[float]()
+    leave, done = leaving(engine, len(lengths))
 
     def end(request: Request) -> None:
         found.append(now())
-        engine.leave(request)
-        if len(found) == len(lengths):
-            done.set()
+        leave(request)
 
     def go_on(request: Request) -> None:
         context, length = request.own, request.own
@@ -162,13 +171,8 @@ def test_episodes_of_a_group_share_a_cached_prompt_and_a_waiting_one_keeps_its_t
     costs = replace(FREE, token_s=1.0, prefill_s=0.01)
 
     async def run() -> tuple[float, float]:
-        engine, done, left = SimulatedEngine(costs), asyncio.Event(), [3]
-
-        def leave(request: Request) -> None:
-            engine.leave(request)
-            left[0] -= 1
-            if not left[0]:
-                done.set()
+        engine = SimulatedEngine(costs)
+        leave, done = leaving(engine, 3)
 
         def go_on(request: Request) -> None:
             request.ended, request.new, request.left = leave, 100, 5
@@ -190,15 +194,10 @@ def test_decoding_reads_a_shared_prompt_for_each_request() -> None:
     costs = replace(FREE, cache_s=0.001)
 
     async def run(prefixes: Sequence[Prefix]) -> float:
-        engine, done = SimulatedEngine(costs), asyncio.Event()
-
-        def end(request: Request) -> None:
-            engine.leave(request)
-            if engine.generated == pytest.approx(8 * 20):
-                done.set()
-
+        engine = SimulatedEngine(costs)
+        leave, done = leaving(engine, len(prefixes))
         for prefix in prefixes:
-            engine.submit(Request(prefix, ended=end, left=20))
+            engine.submit(Request(prefix, ended=leave, left=20))
         await done.wait()
         return now()
 
@@ -213,14 +212,8 @@ def test_prompts_that_no_running_request_uses_give_way() -> None:
     costs = replace(FREE, step_s=1.0, cache_tokens=9500)
 
     async def run() -> float:
-        engine, done, left = SimulatedEngine(costs), asyncio.Event(), [40]
-
-        def leave(request: Request) -> None:
-            engine.leave(request)
-            left[0] -= 1
-            if not left[0]:
-                done.set()
-
+        engine = SimulatedEngine(costs)
+        leave, done = leaving(engine, 40)
         for _ in range(9):
             engine.submit(Request(Prefix(1000, 1), ended=lambda _: None, left=10))
         await asyncio.sleep(20)
@@ -255,3 +248,16 @@ def test_cancelled_requests_leave_nothing(lengths: list[int], room: int, after_s
         assert [engine._prefixes, prefix.users, list(engine._waiting), engine._running] == [set(), 0, [], []]
 
     run_virtually(run())
+
+
+def test_cancelled_prefill_counts_as_far_as_it_came() -> None:
+    async def run() -> tuple[float, float]:
+        engine = SimulatedEngine(replace(FREE, prefill_s=0.01))
+        request = Request(Prefix(1000, 1), ended=engine.leave, left=5)
+        engine.submit(request)
+        await asyncio.sleep(4)
+        engine.cancel(request)
+        await asyncio.sleep(100)
+        return engine.filled, engine.busy_s
+
+    assert run_virtually(run()) == (pytest.approx(400), pytest.approx(4))
