@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.console import Console
+from rich.text import Text
 from typer import Option
 
 from rlsys.apps.cli.options import ConfigDir, ConfigName, Overrides
@@ -64,9 +66,10 @@ def command(
         best = placements.best()
         typer.echo(json.dumps(best, indent=2) if as_json else render_search(best, placements.counts))
         return
-    found = planner.run()
-    answer = planner.answer(found, price_per_gpu_hour)
-    answer["helps"] = planner.helps()
+    with Console(stderr=True).status("Simulating the run ...") as status:
+        found = planner.run()
+        answer = planner.answer(found, price_per_gpu_hour)
+        answer["helps"] = planner.helps(lambda change: status.update(Text(f"Simulating {change} ...")))
     if save is not None:
         save_prediction(answer, save)
     if html is not None:

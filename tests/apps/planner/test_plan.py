@@ -134,8 +134,10 @@ def test_failures_that_undo_all_work_never_end() -> None:
 
 def test_changes_that_help_are_simulated_and_sorted() -> None:
     config = config_of("searchr1_qwen2.5_3b_1node", *FEW)
-    found = planner(config).helps()
+    named: list[str] = []
+    found = planner(config).helps(named.append)
     assert [one["saves_s"] for one in found] == sorted((one["saves_s"] for one in found), reverse=True)
+    assert {*named} == {one["change"] for one in found}
     ahead = next(one for one in found if one["change"] == "async with max_staleness=1")
     schedule = replace(config.trainer, schedule=AsyncSchedule(kind="async", max_staleness=1))
     again = planner(replace(config, trainer=schedule))
