@@ -38,8 +38,8 @@ VOCABULARY = (
 
 
 async def client(given: dict[str, Any]) -> dict[str, Any]:
-    """Send the requests of all sessions; return the seconds of each, and of all together."""
-    latencies: list[float] = []
+    """Send the requests of all sessions; return the seconds of each request by session, and of all together."""
+    latencies: list[list[float]] = [[] for _ in given["sessions"]]
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=256)) as http:
 
         async def session(number: int, url: str, key: str) -> None:
@@ -51,7 +51,7 @@ async def client(given: dict[str, Any]) -> dict[str, Any]:
                 headers = {"Authorization": f"Bearer {key}"}
                 async with http.post(f"{url}/chat/completions", json={"messages": messages}, headers=headers) as reply:
                     answer = await reply.json()
-                latencies.append(perf_counter() - began)
+                latencies[number].append(perf_counter() - began)
                 messages.append({"role": "assistant", "content": answer["choices"][0]["message"]["content"]})
 
         began = perf_counter()
