@@ -7,6 +7,7 @@ a semaphore of loky. The engine's process or whoever removes TMPDIR removes that
 
 With a CPU build of torch, `torch.cuda.synchronize` is a no-op in the scheduler's process: SGLang's weight checker calls it
 on every device, and it would raise. Routed experts are kept in pageable memory, because there is no GPU to pin it for.
+DeepSeek's attention goes by latents in prefills too.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ def scheduler(*args: Any, **kwargs: Any) -> None:
 
     if torch.version.cuda is None:
         torch.cuda.synchronize = lambda device=None: None  # noqa: ARG005
+        _attend_by_latents()
         if getattr(arguments, "enable_return_routed_experts", False):
             from sglang.srt.mem_cache.pool_host.common import ALLOC_MEMORY_FUNCS
 
@@ -52,6 +54,17 @@ def detokenizer(*args: object, **kwargs: object) -> None:
 
 def _pageable(dims: tuple[int, ...], dtype: torch.dtype, **_: Any) -> torch.Tensor:
     return torch.empty(dims, dtype=dtype)
+
+
+def _attend_by_latents() -> None:
+    """Choose the method of multi-head latent attention that SGLang's attention in plain torch computes.
+
+    SGLang would choose another for prefills, whose keys are not those in the cache: its answers would be wrong.
+    """
+    from sglang.srt.models.deepseek_common.attention_backend_handler import AttentionBackendRegistry
+    from sglang.srt.models.deepseek_common.attention_forward_methods import AttnForwardMethod
+
+    AttentionBackendRegistry.register("torch_native", lambda *_: AttnForwardMethod.MLA)
 
 
 def _set_signals() -> None:

@@ -20,7 +20,7 @@ from rlsys.config.problems import token_of
 from rlsys.config.schema import Layers, ParallelConfig, RunConfig, schema_groups, schema_keys
 from rlsys.errors import Code, UserError
 from rlsys.orchestrator.validate import find_problems, validate
-from rlsys.weights.weight_map import architecture_of
+from rlsys.weights.weight_map import YarnScaling, architecture_of
 from tests.support.refusals import refused
 from tests.support.tiny_shape import SHAPE
 
@@ -267,6 +267,19 @@ def test_sequence_beyond_the_sliding_window_needs_an_engine_that_has_the_window(
         shape = {**SHAPE, "model_type": family, "sliding_window": window}
         (tmp_path / "model" / "config.json").write_text(json.dumps(shape))
         assert ("task.max_total_tokens" not in keys_of(tiny_run(*engine))) == fits
+
+
+def test_latent_attention_without_yarn_needs_another_engine_than_sglang_on_a_cpu(tiny_run: TinyRun) -> None:
+    latent = replace(architecture_of(SHAPE), kv_lora_rank=24)
+    yarn = replace(latent, rope=YarnScaling(4.0, 512, 32.0, 1.0, 0.7, 0.7, True, 1.0))
+    for model, settings, fits in (
+        (latent, (), False),
+        (yarn, (), True),
+        (latent, ("cluster.device=gpu",), True),
+        (latent, ("rollout.engine={kind: transformers}",), True),
+    ):
+        found = [one.key for one in engine_problems(tiny_run(*settings), 1, model)]
+        assert ("rollout.engine.kind" not in found) is fits
 
 
 def test_gpt_oss_needs_layers_and_an_engine_that_were_tried(tiny_run: TinyRun, tmp_path: Path) -> None:

@@ -39,7 +39,7 @@ from tests.trainer.test_against_transformers import check_training
 
 FAMILY = reference.OWN_FAMILY
 TOYS = "tests.extensions.family_toys"
-RUNS = [(model, "null", "sglang") for model in ("gemma3_text", "glm4", "mistral", "phi3")]
+RUNS = [(model, "null", "sglang") for model in ("deepseek_v2", "gemma3_text", "glm4", "mistral", "phi3", "qwen3")]
 RUNS.append(("exaone4", FAMILY, "transformers"))  # SGLang has it on GPUs only.
 """Tiny model, its family as in `model.family`, and the engine."""
 

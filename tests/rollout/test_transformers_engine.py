@@ -21,6 +21,7 @@ from rlsys.rollout.agent.episode import EngineDied
 from rlsys.rollout.agent.recorder import TurnSampling
 from rlsys.rollout.engine import EngineDriver
 from rlsys.weights.bucket import Bucket
+from rlsys.weights.hf_io import with_attention_scale
 from tests.rollout.bench import EngineBench, endless, greedy, greedy_by_transformers
 from tests.rollout.contract import ENDS, End, Progress, assert_logprobs, check_end, check_end_token, check_switch
 from tests.support import tiny
@@ -79,7 +80,7 @@ async def test_weights_sent_by_megatron_generate_greedily_as_in_transformers(fam
     """The engine starts with another model of the family. The prompt is longer than any window."""
     first, second = (tiny_model(family, tmp_path / str(seed), seed) for seed in range(2))
     buckets = on_ranks(_exported, 2, second)[0]
-    before, after = (AutoModelForCausalLM.from_pretrained(path) for path in (first, second))
+    before, after = (with_attention_scale(AutoModelForCausalLM.from_pretrained(path)) for path in (first, second))
     ids = list(range(10, 50))
     engine = new_engine(first)
     await engine.start()

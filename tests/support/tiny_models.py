@@ -71,6 +71,7 @@ def _qwen3_moe(**sizes: object) -> PretrainedConfig:
 
 
 def _deepseek_v2(**sizes: object) -> PretrainedConfig:
+    rope = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 512}
     return DeepseekV2Config(
         **sizes | {"num_key_value_heads": 4},
         q_lora_rank=None,
@@ -86,6 +87,8 @@ def _deepseek_v2(**sizes: object) -> PretrainedConfig:
         num_experts_per_tok=2,
         moe_intermediate_size=32,
         scoring_func="softmax",
+        moe_layer_freq=1,  # SGLang reads it.
+        rope_parameters=rope | {"mscale": 0.707, "mscale_all_dim": 0.707},
         pad_token_id=None,
     )
 
