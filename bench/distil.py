@@ -1,11 +1,12 @@
 """Compares on-policy distillation with RL alone on the demo: tokens generated until the teacher's exact match is near.
 
     make demo                                    # once; its run trains the teacher
-    python -m bench.distil [--teacher FOLDER] [--seeds 3] [--steps 16]
+    python -m bench.distil [--teacher FOLDER] [--student FOLDER] [--seeds 3] [--steps 16] [--lr 3e-4]
 
-The teacher is the policy of the newest run of the demo, converted, or a Hugging Face folder. Every run starts from the
-demo's first policy, with one optimiser step of 64 episodes a step, and answers 200 held-out questions greedily after
-each. The three ways to learn have the same questions, learning rate and loss:
+The teacher is the policy of the newest run of the demo, converted. The student hardly searches: it is the demo's first
+policy after a run that only punishes searches. Hugging Face folders may take their places. Every run starts from the
+student, with one optimiser step of 64 episodes a step, and answers 200 held-out questions greedily after each. The three
+ways to learn have the same questions, learning rate and loss:
 
     rl              algorithm=grpo, from the reward alone
     distil          algorithm=opd, from the teacher alone
@@ -28,7 +29,7 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.record_searches import record_searches
-from bench.training_run import demo_policy, training_run
+from bench.training_run import converted, demo_policy, training_run
 
 OUT = Path("outputs/bench")
 RESULT = OUT / "distil.json"
@@ -36,21 +37,27 @@ REACHED = 0.95
 """Share of the teacher's exact match that counts as reaching it."""
 QUESTIONS = 200
 SILENT = "reward.terms={exact_match: 0}"
+UNLEARNING = 12
+"""Steps of the run that makes the student; after them, one sampled episode in about 50 searches."""
+NO_SEARCH = "reward.terms={exact_match: 0, examples.extend.reward.searches_above: {weight: -1, budget: 0}}"
 Curve = list[tuple[int, float]]
 """(tokens generated before, exact match) at the start and after each step."""
 
 
 def main(
     teacher: Annotated[Path | None, typer.Option(help="Hugging Face folder; by default the demo's result.")] = None,
+    student: Annotated[Path | None, typer.Option(help="Hugging Face folder; by default made as above.")] = None,
     seeds: Annotated[int, typer.Option(help="Runs of each way, with seeds 1, 2, ...", min=1)] = 3,
     steps: Annotated[int, typer.Option(help="Steps of each run, of one update each.", min=1)] = 16,
+    lr: Annotated[float, typer.Option(help="Learning rate of the runs.")] = 3e-4,
 ) -> None:
     """Make the runs that are missing, and print and write the table."""
     console = Console()
     folder = teacher.resolve() if teacher else demo_policy()
     cassette, ways = record_searches(), ways_of(folder)
+    start = student.resolve() if student else policy_without_searches(cassette)
     found: dict[str, Any] = json.loads(RESULT.read_text()) if RESULT.is_file() else {}
-    asked = {"teacher": str(folder), "steps": steps}
+    asked = {"teacher": str(folder), "student": str(start), "steps": steps, "lr": lr}
     if {name: found.get(name) for name in asked} != asked:
         found = asked | {"teacher_em": _em_of(folder, cassette), "curves": {}}
     for seed in range(1, seeds + 1):
@@ -58,7 +65,13 @@ def main(
             curves = found["curves"].setdefault(way, {})
             if str(seed) not in curves:
                 console.print(f"{way}, seed {seed} ...", highlight=False)
-                curves[str(seed)] = _curve(way, [*settings, f"trainer.seed={seed}", f"trainer.steps={steps}"], cassette)
+                own = (
+                    f"model.path={start}",
+                    f"actor.optimizer.lr={lr}",
+                    f"trainer.seed={seed}",
+                    f"trainer.steps={steps}",
+                )
+                curves[str(seed)] = _curve(way, [*settings, *own], cassette)
                 RESULT.parent.mkdir(parents=True, exist_ok=True)
                 RESULT.write_text(json.dumps(found, indent=1) + "\n")
     console.print(table(found["teacher_em"], found["curves"]))
@@ -69,6 +82,16 @@ def ways_of(teacher: Path) -> dict[str, list[str]]:
     """Return the settings of each way to learn."""
     taught = ["algorithm=opd", f"algorithm.teacher.model={teacher}"]
     return {"rl": ["algorithm=grpo"], "distil": [*taught, SILENT], "distil and rl": taught}
+
+
+def policy_without_searches(cassette: Path) -> Path:
+    """Return the demo's first policy after `UNLEARNING` steps that punish searches, as a Hugging Face folder."""
+    out = OUT / "distil" / "student" / "hf"
+    if not (out / "config.json").is_file():
+        steps = ("eval.interval=0", f"trainer.steps={UNLEARNING}", "trainer.seed=1")
+        run = training_run(out.parent, [*_settings(), NO_SEARCH, *steps], cassette)
+        converted(run / "checkpoints" / f"global_step_{UNLEARNING}" / "actor", out)
+    return out.resolve()
 
 
 def tokens_to(curve: Sequence[tuple[int, float]], em: float) -> int | None:

@@ -46,6 +46,10 @@ def demo_policy() -> Path:
     if newest is None:
         raise SystemExit("outputs has no run of the demo: run `make demo`.")
     out = Path("outputs/bench/demo_policy") / newest.parents[2].name
-    if not (out / "config.json").is_file():
-        megatron_to_hf(str(newest), str(out), str(FIRST_POLICY), processes=1)
+    return out.resolve() if (out / "config.json").is_file() else converted(newest, out)
+
+
+def converted(actor: Path, out: Path) -> Path:
+    """Convert a checkpoint of a run's actor to the Hugging Face folder `out`; return its absolute path."""
+    megatron_to_hf(str(actor), str(out), str(FIRST_POLICY), processes=1)
     return out.resolve()
