@@ -29,10 +29,10 @@ def scheduler_of(worker: psutil.Process) -> psutil.Process:
     return found
 
 
-@pytest.mark.parametrize("mode", ["tensor", "broadcast"])
-def test_engine_that_is_killed_and_engine_that_hangs_come_back(mode: str, tmp_path: Path) -> None:
+def test_engine_that_is_killed_and_engine_that_hangs_come_back(tmp_path: Path) -> None:
+    """Over the transport in which the death of a member concerns the others most."""
     outputs, log = tmp_path / "outputs", tmp_path / "log"
-    with running(outputs, log, *RUN, f"cluster.sync_mode={mode}") as process:
+    with running(outputs, log, *RUN, "cluster.sync_mode=broadcast") as process:
         folder = wait_for(process, outputs, log)
         run = psutil.Process(process.pid)
         killed, worker = worker_of(run, 0), worker_of(run, 1)

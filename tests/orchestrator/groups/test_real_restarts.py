@@ -65,9 +65,7 @@ async def until_all_serve(pool: EnginePool, count: int) -> None:
     unsubscribe()
 
 
-@pytest.mark.parametrize(
-    ("mode", "copies"), [("broadcast", True), ("tensor", True), ("disk", False), ("broadcast", False)]
-)
+@pytest.mark.parametrize(("mode", "copies"), [("broadcast", True), ("tensor", True), ("disk", False)])
 async def test_killed_and_stopped_engines_come_back(mode: str, copies: bool, tmp_path: Path) -> None:
     config = load_config("searchr1_tiny_cpu", [*SETTINGS, f"cluster.sync_mode={mode}"])
 
