@@ -108,7 +108,8 @@ BATCHES = [reference.make_batches(4, seed=step) for step in range(STEPS)]
 
 
 def _take(actor: Actor, step: int) -> float:
-    actor.accumulate(BATCHES[step][actor.coords.dp :: actor.coords.dp_size])
+    batches, cp = BATCHES[step][actor.coords.dp :: actor.coords.dp_size], actor.coords.cp_size
+    actor.accumulate(batches if cp == 1 else [reference.packed(one, cp=cp) for one in batches])
     return actor.apply().grad_norm
 
 
@@ -147,6 +148,7 @@ def _steps(
         pytest.param(SGD, Layout(dp=2, ep=2, tied=False), Dtype.float32, id="sgd, experts", marks=pytest.mark.slow),
         pytest.param(MUON, Layout(tp=2, sequence_parallel=True), Dtype.float32, id="muon, tp2"),
         pytest.param(MUON, Layout(pp=2, pp_layers=(2, 1)), Dtype.float32, id="muon, pp2"),
+        pytest.param(MUON, Layout(cp=2), Dtype.float32, id="muon, cp2", marks=pytest.mark.slow),
         pytest.param(MUON, Layout(), Dtype.bfloat16, id="muon, bfloat16", marks=pytest.mark.slow),
         pytest.param(MUON, Layout(dp=2, ep=2, tied=False), Dtype.float32, id="muon, experts", marks=pytest.mark.slow),
         pytest.param(
