@@ -6,13 +6,13 @@
 The teacher is the policy of the newest run of the demo, converted. The student hardly searches: it is the demo's first
 policy after a run that only punishes searches. Hugging Face folders may take their places. Every run starts from the
 student, with one optimiser step of 64 episodes a step, and answers 200 held-out questions greedily after each. The three
-ways to learn have the same questions, learning rate and loss:
+ways to learn have the same questions and learning rate:
 
-    rl              algorithm=grpo, from the reward alone
-    distil          algorithm=opd, from the teacher alone
-    distil and rl   algorithm=opd, from both
+    rl              algorithm=grpo: from the reward alone
+    distil          algorithm=opd: from the teacher alone, by the reverse KL of the sampled tokens
+    whole           likewise, by the forward KL over the whole vocabulary, as a loss
 
-The command prints the mean tokens that the engines generated before exact match first reached 95 % of the teacher's, and
+The command prints the mean tokens that the engines generated before exact match first reached 90 % of the teacher's, and
 writes outputs/bench/distil.json after each run; a run that the file has with the same settings is not repeated.
 """
 
@@ -33,8 +33,8 @@ from bench.training_run import converted, demo_policy, training_run
 
 OUT = Path("outputs/bench")
 RESULT = OUT / "distil.json"
-REACHED = 0.95
-"""Share of the teacher's exact match that counts as reaching it."""
+REACHED = 0.9
+"""Share of the teacher's exact match that counts as reaching it; the rest is 2.7 standard errors of `QUESTIONS` answers."""
 QUESTIONS = 200
 SILENT = "reward.terms={exact_match: 0}"
 UNLEARNING = 12
@@ -81,7 +81,8 @@ def main(
 def ways_of(teacher: Path) -> dict[str, list[str]]:
     """Return the settings of each way to learn."""
     taught = ["algorithm=opd", f"algorithm.teacher.model={teacher}"]
-    return {"rl": ["algorithm=grpo"], "distil": [*taught, SILENT], "distil and rl": taught}
+    whole = ["algorithm.kl_in=loss", "algorithm.kl_estimator.kind=full_forward"]
+    return {"rl": ["algorithm=grpo"], "distil": [*taught, SILENT], "whole": [*taught, SILENT, *whole]}
 
 
 def policy_without_searches(cassette: Path) -> Path:
@@ -125,7 +126,7 @@ def _em_of(model: Path, cassette: Path) -> float:
 
 
 def _curve(way: str, settings: Sequence[str], cassette: Path) -> Curve:
-    run = training_run(OUT / "distil" / way.replace(" ", "_"), [*_settings(), *settings], cassette)
+    run = training_run(OUT / "distil" / way, [*_settings(), *settings], cassette)
     summary = json.loads((run / "summary.json").read_text())
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     generated = {row["step"]: int(row["rollout/generated_tokens"]) for row in rows}
