@@ -92,10 +92,10 @@ def main(
             result: dict[str, Any] = {"steps": steps, "questions": QUESTIONS, **gaps(found), "runs": found}
             RESULT.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     names = list(dict.fromkeys(figure for runs in found.values() for run in runs.values() for figure in run))
-    table = Table("agent", "seed", *names)
+    table = Table("agent", "seed", *(name.replace("_", " ") for name in names))
     for name, runs in found.items():
         for seed, run in runs.items():
-            table.add_row(name, str(seed), *(f"{run[figure]:.3g}" if figure in run else "" for figure in names))
+            table.add_row(name, str(seed), *(f"{run[figure]:.4g}" if figure in run else "" for figure in names))
     console.print(table)
     for name, gap in gaps(found).items():
         console.print(f"{name} {gap:+.3f}", highlight=False)

@@ -161,7 +161,7 @@ def figures(run: Path) -> Run:
 
 def table(runs: Mapping[str, Mapping[str, Run]]) -> Table:
     """Return a table with one row for each way: exact match averaged over its seeds, the others largest of all steps."""
-    shown = Table("replay", "seeds", "EM before", "EM after", "each seed", *LARGEST)
+    shown = Table("replay", "seeds", "EM before", "EM after", "each seed", "log-probs apart", "largest ratio")
     for way, of_seeds in runs.items():
         each: Sequence[Run] = list(of_seeds.values())
         before, after = ([one["em"][end][1] for one in each] for end in (0, -1))
