@@ -36,7 +36,8 @@ def scheduler(*args: Any, **kwargs: Any) -> None:
 
     if torch.version.cuda is None:
         torch.cuda.synchronize = lambda device=None: None  # noqa: ARG005
-        _attend_by_latents()
+        if getattr(arguments, "attention_backend", None) == "torch_native":
+            _attend_by_latents()
         if getattr(arguments, "enable_return_routed_experts", False):
             from sglang.srt.mem_cache.pool_host.common import ALLOC_MEMORY_FUNCS
 
