@@ -1,6 +1,6 @@
 """Measures what the gateway adds to a request: time over the engine alone, requests per second, memory of sessions.
 
-    python -m bench.gateway                   # a scripted engine; about two minutes
+    python -m bench.gateway                   # a scripted engine; half a minute
     python -m bench.gateway --engine sglang   # the demo's policy on its real engine
     python -m bench.gateway --run outputs/RUN # adds the gateway's share of a step of this run of the demo
 
