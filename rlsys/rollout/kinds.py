@@ -29,6 +29,7 @@ from rlsys.config.schema import (
 )
 from rlsys.errors import UserError
 from rlsys.rollout.interface import EngineCapabilities, EngineSetup, RolloutEngine
+from rlsys.weights.weight_map import Architecture
 
 _KEY = "rollout.engine.kind"
 
@@ -147,3 +148,13 @@ def capability_problems(config: RunConfig) -> Iterator[UserError]:
 
 
 _WORDS = {Device.cpu: "CPU", Device.gpu: "GPU"}
+
+
+def attention_problems(config: RunConfig, model: Architecture) -> Iterator[UserError]:
+    """Yield a problem if the engine cannot compute the attention of `model`."""
+    on_cpu = config.cluster.device is Device.cpu
+    if isinstance(config.rollout.engine, SglangConfig) and on_cpu and model.kv_lora_rank and model.rope is None:
+        yield conflict(
+            "rollout.engine.kind=sglang computes rotary positions of multi-head latent attention on a CPU with YaRN only, "
+            "which this model does not have: set it to transformers."
+        )

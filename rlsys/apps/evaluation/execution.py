@@ -51,7 +51,7 @@ from rlsys.rollout.agent.episode import EpisodeTools, run_episode
 from rlsys.rollout.agent.recorder import Streaming, evaluation_sampling
 from rlsys.rollout.agent.search_r1 import information_observer
 from rlsys.rollout.agent.tokens import Codec
-from rlsys.rollout.kinds import capability_problems
+from rlsys.rollout.kinds import attention_problems, capability_problems
 from rlsys.rollout.tools.calls import SearchTool, render_search
 from rlsys.rollout.tools.search_tool import open_tool
 from rlsys.search.retrieval import SearchResult
@@ -268,7 +268,7 @@ async def open_generator(config: RunConfig, engine: str) -> AsyncIterator[Stream
         if is_about(problem, "rollout.engine"):  # Not about schedules and placements, which only training has.
             raise problem
     if engine == "sglang":
-        require_its_weights(Path(config.model.path), config.model.family)
+        require_sglang_model(config)
     generator = EngineDriver(config.model.path, config.rollout.engine, config.cluster.device, config.trainer.seed)
     generator.require_room(config.task)
     try:
@@ -314,8 +314,8 @@ def open_codec(folder: str | Path, given: str) -> Codec:
         ) from problem
 
 
-def require_its_weights(folder: Path, family: str | None = None) -> None:
-    """Raise UserError if the weights in the folder do not match its config.
+def require_sglang_model(config: RunConfig) -> None:
+    """Raise UserError if SGLang cannot compute the model, or if its weights do not match its config.
 
     SGLang would initialise missing weights at random. Model families that rlsys does not support are not checked.
     """
@@ -324,8 +324,11 @@ def require_its_weights(folder: Path, family: str | None = None) -> None:
     from rlsys.weights.hf_io import HfReader
     from rlsys.weights.weight_map import WeightMap
 
+    folder = Path(config.model.path)
     try:
-        architecture = architecture_in(folder, family)
+        architecture = architecture_in(folder, config.model.family)
     except UserError:
         return
+    for problem in attention_problems(config, architecture):
+        raise problem
     check_hf(HfReader(folder), WeightMap(architecture), folder, values=False)

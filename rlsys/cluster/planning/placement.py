@@ -31,7 +31,7 @@ from rlsys.config.derived import chosen_layers, megatron_groups, needs_server, s
 from rlsys.config.problems import conflict
 from rlsys.config.schema import Device, Layers, Mode, Packing, ParallelConfig, RunConfig, SglangConfig, SyncMode
 from rlsys.errors import UserError
-from rlsys.rollout.kinds import capability_problems, engine_class, reserved_tokens
+from rlsys.rollout.kinds import attention_problems, capability_problems, engine_class, reserved_tokens
 from rlsys.weights.weight_map import Architecture, rules_of
 
 GROUPS = ("actor", "inference", "rollout")
@@ -382,12 +382,7 @@ def engine_problems(config: RunConfig, world: int, model: Architecture) -> Itera
             "rollout.engine.kind=sglang takes all experts of a layer of this model as one tensor, which the weight sync "
             "does not send: set it to transformers."
         )
-    on_cpu = config.cluster.device is Device.cpu
-    if isinstance(engine, SglangConfig) and on_cpu and model.kv_lora_rank and model.rope is None:
-        yield conflict(
-            "rollout.engine.kind=sglang computes rotary positions of multi-head latent attention on a CPU with YaRN only, "
-            "which this model does not have: set it to transformers."
-        )
+    yield from attention_problems(config, model)
     # SGLang's model of a family may attend to all tokens, so its tokens would be those of another policy.
     limited = isinstance(engine, SglangConfig) and not model.sglang_window
     reserved = reserved_tokens(engine)

@@ -1,5 +1,6 @@
 """Tests of an evaluation's execution: prompts and limits of each baseline, and evaluations of the tiny policy."""
 
+import json
 import shutil
 from collections.abc import Iterator
 from dataclasses import replace
@@ -12,7 +13,7 @@ from rlsys.apps.evaluation.evaluation_inputs import Baseline, EvaluationMethod
 from rlsys.apps.evaluation.execution import (
     limits_of,
     prompted,
-    require_its_weights,
+    require_sglang_model,
     run_evaluation,
     with_passages,
 )
@@ -22,6 +23,7 @@ from rlsys.config.schema import (
     ReActAgent,
     RunConfig,
     SearchR1Agent,
+    SglangConfig,
     TagsConfig,
     TaskConfig,
 )
@@ -34,7 +36,7 @@ from tests.search.scripted import Script, found
 from tests.support.bpe import build_tokenizer
 from tests.support.refusals import refused
 from tests.support.tiny import Search, search_server
-from tests.support.tiny_models import POLICY
+from tests.support.tiny_models import POLICY, tiny_model
 
 QUESTION = Question("q:1", "a row's own prompt", ("x",), text="  who wrote {this} <b>  ")
 TEXTS = ["Singa has which time zone?", "Which continent is Juja on?", "What is the capital of Mali?"]
@@ -124,11 +126,22 @@ def with_dtype(config: RunConfig, dtype: Dtype) -> RunConfig:
     return replace(config, rollout=replace(config.rollout, engine=replace(config.rollout.engine, dtype=dtype)))
 
 
-def test_weights_of_another_architecture_are_refused(tmp_path: Path) -> None:
-    require_its_weights(POLICY)
+def test_a_model_that_sglang_would_compute_wrongly_is_refused(config: RunConfig, tmp_path: Path) -> None:
+    def of(folder: Path) -> RunConfig:
+        model = replace(config.model, path=str(folder))
+        return replace(config, model=model, rollout=replace(config.rollout, engine=SglangConfig()))
+
+    require_sglang_model(of(POLICY))
     folder = shutil.copytree(POLICY, tmp_path / "other")
     weights = load_file(folder / "model.safetensors")
     renamed = {name.replace("q_proj", "query"): tensor for name, tensor in weights.items()}
     save_file(renamed, folder / "model.safetensors")
     with pytest.raises(UserError, match=r"model\.layers\.0\.self_attn\.q_proj"):
-        require_its_weights(folder)
+        require_sglang_model(of(folder))
+    latent = tiny_model("deepseek_v2", tmp_path / "latent")
+    require_sglang_model(of(latent))
+    described = json.loads((latent / "config.json").read_text())
+    plain = {"rope_type": "default", "rope_theta": 10000.0}
+    (latent / "config.json").write_text(json.dumps(described | {"rope_parameters": plain}))
+    with refused("conflict", "rollout.engine.kind"):
+        require_sglang_model(of(latent))
