@@ -19,7 +19,7 @@ import pytest
 
 from tests.docs.pages import PAGES, commands
 from tests.support.paths import PROJECT
-from tests.support.runs import PATIENT, Finished
+from tests.support.runs import PATIENT, PLAIN_ENGINE, Finished
 
 pytestmark = pytest.mark.slow
 
@@ -49,7 +49,13 @@ def to_be_run(page: Path) -> list[str]:
 @pytest.fixture(scope="session")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Finished:
     """A finished run, for commands that read a run's folder."""
-    settings = ["trainer.steps=2", "eval.interval=1", "checkpoint.interval=1", "tracking.trajectories=null"]
+    settings = [
+        PLAIN_ENGINE,
+        "trainer.steps=2",
+        "eval.interval=1",
+        "checkpoint.interval=1",
+        "tracking.trajectories=null",
+    ]
     return Finished(tmp_path_factory.mktemp("documented"), *settings)
 
 
@@ -81,9 +87,12 @@ def typed(command: str) -> str:
     text = re.sub(r"global_step_(12|100)\b", "global_step_2", command)
     text = text.replace("outputs/own/runs/RUN", "outputs/RUN")
     if re.search(r"\brlsys train -c searchr1_tiny_cpu\b", text) and "--dry-run" not in text:
-        text = " ".join([text, *(one for one in SMALL.split() if one.partition("=")[0] not in text)])
-    if text.startswith("rlsys eval"):
+        own = [] if "lora" in text else [PLAIN_ENGINE]
+        text = " ".join([text, *own, *(one for one in SMALL.split() if one.partition("=")[0] not in text)])
+    if re.search(r"\brlsys eval\b", text):
         text = re.sub(r" --limit \d+", "", text) + " --limit 4"
+    if re.search(r"\brlsys (eval|chat)\b", text) and "--engine" not in text:
+        text += " --engine transformers"
     return text
 
 

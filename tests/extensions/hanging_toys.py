@@ -51,11 +51,6 @@ class HangsAtAdmission(InPairs):
         return hangs(view)
 
 
-class HangsAtPriority(InPairs):
-    def priority(self, group: Any) -> Any:
-        return hangs(group)
-
-
 class HangsInSearch(Letters):
     def search(self, queries: Any, topk: int) -> Any:
         return hangs(queries) or super().search(queries, topk)

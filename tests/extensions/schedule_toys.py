@@ -50,16 +50,6 @@ class Fails(InPairs):
         raise ZeroDivisionError(group.number)
 
 
-class Vague(InPairs):
-    def may_admit(self, view: Any) -> Any:
-        return f"perhaps, at {view.version}"
-
-
-class NotANumber(InPairs):
-    def priority(self, group: Any) -> float:  # noqa: ARG002
-        return float("nan")
-
-
 class WithoutPriority:
     def may_admit(self, view: Any) -> bool:
         return bool(view)

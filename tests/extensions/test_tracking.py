@@ -51,6 +51,10 @@ class Breaks:
     def log(self, step, metrics): raise OSError("no room")
     def close(self): ...
 
+class BreaksAtEnd(Rows):
+    made, id = [], "mine"
+    def close(self): raise OSError("no room")
+
 def count(groups, *, factor: float = 1.0):
     return factor * len(groups)
 
@@ -79,17 +83,21 @@ def group(*answers: str) -> Group:
 
 
 def test_tracker_gets_every_row_and_one_that_fails_is_left_out(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
-    config = config_of("tracking.trackers=[{kind: tracking_toys.Rows, prefix: a}, tracking_toys.Breaks]")
+    kinds = "{kind: tracking_toys.Rows, prefix: a}, tracking_toys.Breaks, tracking_toys.BreaksAtEnd"
+    config = config_of(f"tracking.trackers=[{kinds}]")
     trackers = open_trackers(config.tracking, folder, {})
     with caplog.at_level(logging.WARNING):
         for step in (1, 2):
             trackers.log(step, {"loss": step / 4})
-    trackers.close()
+        trackers.log_evaluation(2, {"loss": 1.0})
+        trackers.close()
     import tracking_toys
 
     (rows,) = tracking_toys.Rows.made
-    assert (rows.rows, rows.closed) == ([("a", 1, 0.25), ("a", 2, 0.5)], True)
-    assert [record.args[0] for record in caplog.records if isinstance(record.args, tuple)] == ["tracking_toys.Breaks"]
+    assert (rows.rows, rows.closed) == ([("a", 1, 0.25), ("a", 2, 0.5), ("a", 2, 1.0)], True)
+    failed = [record.args[0] for record in caplog.records if isinstance(record.args, tuple)]
+    assert failed == ["tracking_toys.Breaks", "tracking_toys.BreaksAtEnd"]
+    assert trackers.ids == {"tracking_toys.BreaksAtEnd": "mine"}, "a resumed run must continue its curves"
     assert [row["loss"] for row in read_metrics(folder / "metrics.jsonl")] == [0.25, 0.5]
 
 

@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.support.paths import PROJECT
-from tests.support.runs import Finished, rlsys, small
+from tests.support.runs import PLAIN_ENGINE, Finished, rlsys, small
 from tests.support.serving import served
 from tests.support.teachers import scored_by
 
@@ -29,7 +29,7 @@ def test_ppo_with_an_own_optimiser_on_one_slot_trains_only_the_critic_during_war
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", str(PROJECT), prepend=os.pathsep)
-    together = ["cluster=one_slot", "trainer.schedule.kind=sequential"]
+    together = [PLAIN_ENGINE, "cluster=one_slot", "trainer.schedule.kind=sequential"]
     lion = ["actor.optimizer=examples.extend.optimizer.Lion", "actor.optimizer.lr=3e-5"]
     run = Finished(tmp_path, "algorithm=ppo", *together, *lion, "trainer.steps=3", "critic.warmup_steps=1")
     assert run.summary["overlap_s"] == 0
@@ -52,6 +52,7 @@ def test_ppo_with_an_own_optimiser_on_one_slot_trains_only_the_critic_during_war
 def test_ema_pg_reference_follows_the_policy_and_is_evaluated(tmp_path: Path) -> None:
     run = Finished(
         tmp_path,
+        PLAIN_ENGINE,
         "algorithm=ema_pg",
         "algorithm.ref_policy_ema_update_period=1",
         "algorithm.eval_ref_policy=true",
@@ -69,7 +70,7 @@ def test_ema_pg_reference_follows_the_policy_and_is_evaluated(tmp_path: Path) ->
 
 def test_policy_that_is_its_own_teacher_learns_nothing_from_it_at_first(tmp_path: Path) -> None:
     """The teacher is a folder, and the task's reward has no weight, so the first step has no advantage at all."""
-    silent = ["algorithm=opd", "reward.terms={exact_match: 0}", "trainer.mini_batches=1"]
+    silent = [PLAIN_ENGINE, "algorithm=opd", "reward.terms={exact_match: 0}", "trainer.mini_batches=1"]
     run = Finished(tmp_path, *silent, f"algorithm.teacher.model={POLICY}", "trainer.steps=1")
     (row,) = run.rows
     assert row["distillation/reverse_kl/max"] == pytest.approx(0.0, abs=1e-5)
@@ -80,7 +81,7 @@ def test_policy_that_is_its_own_teacher_learns_nothing_from_it_at_first(tmp_path
 
 def test_server_is_a_teacher_of_a_run_without_an_inference_group(tmp_path: Path) -> None:
     """The server computes with transformers, and has the weights at which the policy starts."""
-    ours = ["algorithm.old_logprobs=engine", "task.token_mode=append", "task.train_eos=false"]
+    ours = [PLAIN_ENGINE, "algorithm.old_logprobs=engine", "task.token_mode=append", "task.train_eos=false"]
     model = AutoModelForCausalLM.from_pretrained(POLICY, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(POLICY)
     with served(scored_by(model, tokenizer)) as server:
@@ -95,7 +96,7 @@ def test_server_is_a_teacher_of_a_run_without_an_inference_group(tmp_path: Path)
 
 
 def test_guard_alarm_stops_the_run_with_a_checkpoint_and_a_message(tmp_path: Path) -> None:
-    stop = ["guards.action=stop", "guards.entropy_floor=100", "guards.patience=1"]
+    stop = [PLAIN_ENGINE, "guards.action=stop", "guards.entropy_floor=100", "guards.patience=1"]
     done = rlsys(*small(tmp_path, *stop, "trainer.steps=3"))
     assert done.returncode == 1
     last = done.stderr.strip().splitlines()[-1]

@@ -10,10 +10,10 @@ import pytest
 from tests.live.test_resume_live import assert_each_prompt_ended_once, rows, running, wait_for
 from tests.orchestrator.groups.test_real_restarts import worker_of
 from tests.support.processes import is_gone
-from tests.support.runs import LIMIT_S, rlsys
+from tests.support.runs import LIMIT_S, PLAIN_ENGINE, rlsys
 
 STEPS = 30
-RUN = [f"trainer.steps={STEPS}", "trainer.schedule.kind=async", "cluster.placement.rollout=2-3"]
+RUN = [PLAIN_ENGINE, f"trainer.steps={STEPS}", "trainer.schedule.kind=async", "cluster.placement.rollout=2-3"]
 RUN += ["cluster.sync_mode=broadcast"]  # Its process group is built anew for each change of members.
 
 pytestmark = [pytest.mark.slow, pytest.mark.engine]

@@ -11,7 +11,7 @@ from transformers import AutoTokenizer
 
 from tests.live.test_tools_run import kept_episodes, learnt, one_step
 from tests.support import tiny
-from tests.support.runs import Finished
+from tests.support.runs import PLAIN_ENGINE, Finished
 
 pytestmark = [pytest.mark.slow, pytest.mark.engine]
 
@@ -21,26 +21,26 @@ SEARCH = f"<search> {tiny.QUERY} </search>"
 TEXTS = [PROMPT + SEARCH + tiny.OBSERVATION + f"<answer> {answer} </answer>{tiny.EOS}" for answer in ("42", "13")]
 
 
-def run(folder: Path, agent: str, *settings: str) -> Finished:
-    """Train one step with an agent and a policy that has learnt `TEXTS`."""
+def run(folder: Path, *settings: str) -> Finished:
+    """Train one step with the agent of `settings` and a policy that has learnt `TEXTS`."""
     policy = folder / "policy"
     tiny.tokenizer().save_pretrained(policy)
     tiny.train(tiny.FIRST, tiny.tokenizer(), seed=0, steps=0).save_pretrained(policy)
     # Loaded as the run loads it; see tests/live/test_tools_run.py.
     learnt(TEXTS, AutoTokenizer.from_pretrained(policy)).save_pretrained(policy)
-    usual = ["task.agent=gateway", agent, "task.token_mode=append", "task.train_eos=false"]
+    usual = ["task.agent=gateway", "task.token_mode=append", "task.train_eos=false"]
     return one_step(folder, ASKED, *usual, *settings)
 
 
 @pytest.mark.parametrize(
-    "agent",
+    "settings",
     [
-        "task.agent.entry=examples.agents.openai_sdk.agent",
-        "task.agent.command=[python,-m,examples.agents.plain_http]",
+        ["task.agent.entry=examples.agents.openai_sdk.agent"],
+        ["task.agent.command=[python,-m,examples.agents.plain_http]", PLAIN_ENGINE],
     ],
 )
-def test_agent_searches_and_what_it_sampled_is_trained(tmp_path: Path, agent: str) -> None:
-    done = run(tmp_path, agent)
+def test_agent_searches_and_what_it_sampled_is_trained(tmp_path: Path, settings: list[str]) -> None:
+    done = run(tmp_path, *settings)
     kept = kept_episodes(done)
     for text, reward in zip(TEXTS, (1.0, 0.0), strict=True):
         said = text.removeprefix(PROMPT).removesuffix(tiny.EOS)
@@ -57,7 +57,7 @@ def test_agent_searches_and_what_it_sampled_is_trained(tmp_path: Path, agent: st
 
 
 def test_branches_are_trained_as_they_were_sampled(tmp_path: Path) -> None:
-    done = run(tmp_path, "task.agent.entry=tests.rollout.agent.gateway_agents.asks_twice")
+    done = run(tmp_path, PLAIN_ENGINE, "task.agent.entry=tests.rollout.agent.gateway_agents.asks_twice")
     (row,) = done.rows
     assert row["gateway/branches/mean"] == 3
     assert {"gateway/tokens/first", "gateway/tokens/resampled", "gateway/tokens/new_conversation"} <= row.keys()

@@ -15,7 +15,7 @@ import yaml
 from rlsys.config.compose import load_config
 from rlsys.orchestrator.resume import find_origin
 from tests.support.paths import PROJECT
-from tests.support.runs import small, succeed
+from tests.support.runs import PLAIN_ENGINE, small, succeed
 
 ARCHIVE = PROJECT / "tests/fixtures" / "run_of_3180461.tar.xz"
 CONVERTED_SHA256 = "477a2ee84eb8c9613abd8369d158ca6196ed6929fba9f8002c55cea9af905269"
@@ -68,7 +68,14 @@ def test_old_checkpoint_converts_to_the_same_bytes(old: Path) -> None:
 @pytest.mark.slow
 def test_old_run_resumes(old: Path) -> None:
     allowed = "checkpoint.may_differ=[task.train_path,model.path]"
-    settings = [f"model.path={old / 'model'}", *AS_THEN, "trainer.steps=3", allowed, f"resume={old / NAME}"]
+    settings = [
+        PLAIN_ENGINE,
+        f"model.path={old / 'model'}",
+        *AS_THEN,
+        "trainer.steps=3",
+        allowed,
+        f"resume={old / NAME}",
+    ]
     succeed(*small(old, *settings))
     summary = json.loads((old / NAME / "summary.json").read_text())
     assert summary["steps"] == 3

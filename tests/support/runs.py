@@ -16,6 +16,8 @@ LIMIT_S = 3000
 """Time limit of a command; it only ends a hang, also on a busy machine."""
 PATIENT = [f"{part}.start_timeout_s={LIMIT_S}" for part in ("cluster", "rollout.engine", "search")]
 """Settings of a run whose parts may start slowly, because the machine is busy."""
+PLAIN_ENGINE = "rollout.engine=transformers"
+"""Engine of runs that test something else: SGLang takes a third of a run's start."""
 SETTINGS = [*PATIENT, "eval.interval=0", "eval.limit=16", "trainer.prompts_per_step=16"]
 SETTINGS += ["trainer.mini_batches=2", "tracking.wandb=false", "tracking.tensorboard=false"]
 

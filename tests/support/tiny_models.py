@@ -4,9 +4,9 @@ The Qwen2 is the tiny policy, which has learnt to search. The other models are r
 per character, so that random samples are tokenised again to the same tokens.
 """
 
-from collections.abc import Callable
 from pathlib import Path
 from string import ascii_letters, digits, punctuation
+from typing import Any
 
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
@@ -44,112 +44,88 @@ _SIZES = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 2048,
 }
-_LLAMA3 = {
-    "rope_type": "llama3",
-    "rope_theta": 10000.0,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 256,
+_YARN = {"rope_type": "yarn", "rope_theta": 10000.0}
+_RANDOM: dict[str, tuple[type[PretrainedConfig], dict[str, Any]]] = {
+    "deepseek_v2": (
+        DeepseekV2Config,
+        {
+            "num_key_value_heads": 4,
+            "q_lora_rank": None,
+            "kv_lora_rank": 32,
+            "qk_nope_head_dim": 32,
+            "qk_rope_head_dim": 16,
+            "v_head_dim": 32,
+            "first_k_dense_replace": 1,
+            "n_routed_experts": 4,
+            "n_shared_experts": 2,
+            "n_group": 1,
+            "topk_group": 1,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+            "scoring_func": "softmax",
+            "moe_layer_freq": 1,  # SGLang reads it.
+            "rope_parameters": _YARN
+            | {"factor": 4.0, "original_max_position_embeddings": 512, "mscale": 0.707, "mscale_all_dim": 0.707},
+            "pad_token_id": None,
+        },
+    ),
+    "exaone4": (Exaone4Config, {"sliding_window": 32, "sliding_window_pattern": 2}),
+    "gemma3_text": (
+        Gemma3TextConfig,
+        {
+            "head_dim": 32,
+            "query_pre_attn_scalar": 32,
+            "sliding_window": 32,
+            "sliding_window_pattern": 2,
+            "pad_token_id": None,
+        },
+    ),
+    "glm4": (Glm4Config, {"head_dim": 32, "pad_token_id": None}),
+    "gpt_oss": (
+        GptOssConfig,
+        {
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "head_dim": 32,
+            "sliding_window": 32,
+            "rope_parameters": _YARN | {"factor": 8.0, "original_max_position_embeddings": 16, "truncate": False},
+            "pad_token_id": None,
+        },
+    ),
+    "llama": (
+        LlamaConfig,
+        {
+            "tie_word_embeddings": True,
+            "rope_parameters": {
+                "rope_type": "llama3",
+                "rope_theta": 10000.0,
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 256,
+            },
+        },
+    ),
+    "ministral": (
+        MinistralConfig,
+        {"head_dim": 32, "sliding_window": 32, "layer_types": ["sliding_attention", "full_attention"] * (LAYERS // 2)},
+    ),
+    "mistral": (MistralConfig, {"head_dim": 32, "sliding_window": None}),
+    "phi3": (Phi3Config, {"pad_token_id": None}),
+    "qwen3": (Qwen3Config, {"head_dim": 32}),
+    "qwen3_moe": (
+        Qwen3MoeConfig,
+        {
+            "tie_word_embeddings": False,
+            "head_dim": 24,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 40,
+            "norm_topk_prob": True,
+        },
+    ),
 }
-
-
-def _llama(**sizes: object) -> PretrainedConfig:
-    return LlamaConfig(**sizes, tie_word_embeddings=True, rope_parameters=_LLAMA3)
-
-
-def _qwen3_moe(**sizes: object) -> PretrainedConfig:
-    return Qwen3MoeConfig(
-        **sizes,
-        tie_word_embeddings=False,
-        head_dim=24,
-        num_experts=4,
-        num_experts_per_tok=2,
-        moe_intermediate_size=40,
-        norm_topk_prob=True,
-    )
-
-
-def _deepseek_v2(**sizes: object) -> PretrainedConfig:
-    rope = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 512}
-    return DeepseekV2Config(
-        **sizes | {"num_key_value_heads": 4},
-        q_lora_rank=None,
-        kv_lora_rank=32,
-        qk_nope_head_dim=32,
-        qk_rope_head_dim=16,
-        v_head_dim=32,
-        first_k_dense_replace=1,
-        n_routed_experts=4,
-        n_shared_experts=2,
-        n_group=1,
-        topk_group=1,
-        num_experts_per_tok=2,
-        moe_intermediate_size=32,
-        scoring_func="softmax",
-        moe_layer_freq=1,  # SGLang reads it.
-        rope_parameters=rope | {"mscale": 0.707, "mscale_all_dim": 0.707},
-        pad_token_id=None,
-    )
-
-
-def _mistral(**sizes: object) -> PretrainedConfig:
-    return MistralConfig(**sizes, head_dim=32, sliding_window=None)
-
-
-def _glm4(**sizes: object) -> PretrainedConfig:
-    return Glm4Config(**sizes, head_dim=32, pad_token_id=None)
-
-
-def _gpt_oss(**sizes: object) -> PretrainedConfig:
-    rope = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 8.0, "original_max_position_embeddings": 16}
-    experts = {"num_local_experts": 4, "num_experts_per_tok": 2}
-    return GptOssConfig(
-        **sizes,
-        **experts,
-        head_dim=32,
-        sliding_window=32,
-        rope_parameters=rope | {"truncate": False},
-        pad_token_id=None,
-    )
-
-
-def _phi3(**sizes: object) -> PretrainedConfig:
-    return Phi3Config(**sizes, pad_token_id=None)
-
-
-def _gemma3(**sizes: object) -> PretrainedConfig:
-    return Gemma3TextConfig(
-        **sizes, head_dim=32, query_pre_attn_scalar=32, sliding_window=32, sliding_window_pattern=2, pad_token_id=None
-    )
-
-
-def _ministral(**sizes: object) -> PretrainedConfig:
-    kinds = ["sliding_attention", "full_attention"] * (LAYERS // 2)
-    return MinistralConfig(**sizes, head_dim=32, sliding_window=32, layer_types=kinds)
-
-
-def _qwen3(**sizes: object) -> PretrainedConfig:
-    return Qwen3Config(**sizes, head_dim=32)
-
-
-def _exaone4(**sizes: object) -> PretrainedConfig:
-    return Exaone4Config(**sizes, sliding_window=32, sliding_window_pattern=2)
-
-
-_RANDOM: dict[str, Callable[..., PretrainedConfig]] = {
-    "deepseek_v2": _deepseek_v2,
-    "exaone4": _exaone4,
-    "gemma3_text": _gemma3,
-    "glm4": _glm4,
-    "gpt_oss": _gpt_oss,
-    "llama": _llama,
-    "ministral": _ministral,
-    "mistral": _mistral,
-    "phi3": _phi3,
-    "qwen3": _qwen3,
-    "qwen3_moe": _qwen3_moe,
-}
+"""Family -> class of its config, and what it sets beside `_SIZES`."""
 BUILT_IN = tuple(family for family in _RANDOM if family != "exaone4")
 """Built-in families with random models."""
 
@@ -159,7 +135,8 @@ def tiny_model(family: str, folder: Path, seed: int = 0) -> Path:
     if family == "qwen2":
         return POLICY
     words = _characters()
-    config = _RANDOM[family](**_SIZES, vocab_size=len(words), eos_token_id=words.eos_token_id)
+    kind, own = _RANDOM[family]
+    config = kind(**_SIZES | own, vocab_size=len(words), eos_token_id=words.eos_token_id)
     torch.manual_seed(seed)
     randomised(AutoModelForCausalLM.from_config(config, dtype=torch.float32), scale=0.1).save_pretrained(folder)
     words.save_pretrained(folder)

@@ -40,7 +40,6 @@ _SETTINGS = [
     "cluster.devices_per_node=2",
     "cluster.sync_mode=broadcast",
     "cluster.placement={actor: '0-1', inference: '2', rollout: '3'}",
-    "rollout.engine.kv_cache_tokens=16384",
 ]
 """Settings with the actor on the first machine and the other groups on the second."""
 

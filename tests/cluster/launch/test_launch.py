@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from tests.cluster.launch.hosts import Host, Launched, two_hosts, wait_until
-from tests.support.runs import LIMIT_S
+from tests.support.runs import LIMIT_S, PLAIN_ENGINE
 
 pytestmark = pytest.mark.slow
 
@@ -21,6 +21,7 @@ TAKES_A_PORT = (
     "import socket, time; s = socket.create_server(('', 10001)); print('taken', flush=True); time.sleep(3600)"
 )
 """Program that takes the port of Ray's client server, which a launch does not need."""
+SGLANG = "rollout.engine.kv_cache_tokens=16384"
 KNOCKS = "import httpx, sys; print(httpx.post(sys.argv[1], json={'queries': ['Rome']}).status_code)"
 
 
@@ -34,7 +35,7 @@ def test_two_machines_train_with_a_search_server_on_one_and_leave_nothing(hosts:
     log = tmp_path / "taken.log"
     taken = hosts[0].start([sys.executable, "-c", TAKES_A_PORT], log)
     wait_until(log.read_text)
-    settings = ["--preflight", "trainer.steps=2", "cluster.search.nodes=[node-1]"]
+    settings = ["--preflight", SGLANG, "trainer.steps=2", "cluster.search.nodes=[node-1]"]
     launched = [Launched(hosts, rank, tmp_path, *settings) for rank in (0, 1)]
     assert [one.wait() for one in launched] == [0, 0], launched[0].said()
     for process in psutil.Process(taken.pid).children():
@@ -60,7 +61,7 @@ def test_machine_without_the_token_can_neither_join_nor_look(hosts: list[Host], 
     home, other, more = (tmp_path / name for name in ("home", "other", "more"))
     for folder in (home, other, more):
         folder.mkdir()
-    settings = ["--no-preflight", "cluster.search.nodes=[node-0]", "trainer.steps=200"]
+    settings = ["--no-preflight", PLAIN_ENGINE, "cluster.search.nodes=[node-0]", "trainer.steps=200"]
     head, worker = (Launched(hosts, rank, tmp_path, *settings, home=home) for rank in (0, 1))
     wait_until(lambda: "the run starts" in head.said(), head, worker)
     look = [sys.executable, "-m", "rlsys.cluster.preflight.machine", f"{hosts[0].address}:6379"]
@@ -79,7 +80,7 @@ def test_machine_without_the_token_can_neither_join_nor_look(hosts: list[Host], 
 
 def test_a_run_goes_on_without_a_machine_that_had_only_engines(hosts: list[Host], tmp_path: Path) -> None:
     placement = "cluster.placement={actor: '0', inference: '1', rollout: '2-3'}"
-    settings = ["--no-preflight", "trainer.steps=6", "cluster.devices_per_node=3", placement]
+    settings = ["--no-preflight", SGLANG, "trainer.steps=6", "cluster.devices_per_node=3", placement]
     head, worker = (Launched(hosts, rank, tmp_path, *settings) for rank in (0, 1))
 
     def steps() -> int:
@@ -133,7 +134,8 @@ def test_machines_say_why_a_run_has_ended_and_leave_nothing(
     head_says: str,
     worker_says: str,
 ) -> None:
-    launched = [Launched(hosts, rank, tmp_path, "--no-preflight", "trainer.steps=200") for rank in (0, 1)]
+    settings = ["--no-preflight", PLAIN_ENGINE, "trainer.steps=200"]
+    launched = [Launched(hosts, rank, tmp_path, *settings) for rank in (0, 1)]
     wait_until(lambda: list(tmp_path.glob("outputs/*/logs/nodes/*/1/ray/raylet.out")), *launched)
     end(*launched)
     for one, status, said in zip(launched, statuses, (head_says, worker_says), strict=True):

@@ -24,12 +24,12 @@ from rlsys.orchestrator.supervisor import Supervisor
 from rlsys.orchestrator.weight_sync import WeightSync
 from rlsys.orchestrator.worker_groups import InferenceGroup, build_groups, restart_engine, started_groups
 from tests.support.processes import descendants_with, is_gone
-from tests.support.runs import LIMIT_S, PATIENT
+from tests.support.runs import LIMIT_S, PATIENT, PLAIN_ENGINE
 
 GROUPS = 8
 SETTINGS = [
     *PATIENT,
-    "rollout.engine=transformers",
+    PLAIN_ENGINE,
     "rollout.engine.stall_timeout_s=60",
     "rollout.max_episodes=16",
     "cluster.placement.rollout=2-3",

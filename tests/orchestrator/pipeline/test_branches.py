@@ -81,23 +81,6 @@ def test_losses_weigh_episodes_and_not_branches(
         assert sum(divisor(kind, batch.counted_episodes, LOSS_LENGTH) for batch in every) == divided_by
 
 
-def test_branches_share_the_advantage_of_their_episode_which_counts_once() -> None:
-    many = [
-        episode([[False, True], [False, True, True], [False, True]]),
-        episode([[False, True]]),
-        episode([[False, True]]),
-    ]
-    rewards = (1.0, 0.0, 0.0)
-    group = Group(
-        question(1), tuple(replace(one, reward=r, turn_rewards=(r,)) for one, r in zip(many, rewards, strict=True))
-    )
-    done = finish(group, AlgorithmConfig(), KlController(0.0))
-    mean, deviation = 1 / 3, np.std(rewards, ddof=1)
-    for one, reward in zip(done.samples, rewards, strict=True):
-        mask = one.trajectory.loss_mask
-        assert_allclose(one.advantages[mask], (reward - mean) / deviation, rtol=1e-5)
-
-
 OWN = ((None, 0.5, 0.0), (0.25,), (None,))
 """Own reward of each branch of three episodes with the rewards 1, 0 and 0."""
 

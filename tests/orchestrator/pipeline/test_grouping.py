@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
-from statistics import fmean, stdev
 
 import numpy as np
 import pytest
@@ -13,22 +12,18 @@ from numpy.testing import assert_allclose, assert_array_equal
 from rlsys.algorithms.kl import KlController
 from rlsys.apps.planner.virtual_time import now, run_virtually
 from rlsys.config.algorithm import (
-    AdvantageBaseline,
-    AdvantageScale,
     AlgorithmConfig,
     CorrectionConfig,
     CorrectionKind,
     CorrectionLevel,
-    Credit,
     GaeAdvantage,
     KlPlace,
-    ReturnsAdvantage,
     SampledKl,
 )
 from rlsys.data.question import Question
 from rlsys.data.trajectory import Group, Sample, Scores, Trajectory, response_tokens, trained_tokens
 from rlsys.observe.spans import Tracer
-from rlsys.orchestrator.pipeline.grouping import finish, mean_kl, over_mini_batch, turns_of
+from rlsys.orchestrator.pipeline.grouping import finish, mean_kl, turns_of
 from rlsys.orchestrator.rewards.reward import Scored, reward_group
 from tests.support.trajectories import question, rewarded, trajectory
 
@@ -65,35 +60,10 @@ def of_rewards(*rewards: float) -> Group:
     )
 
 
-def advantages(group: Group) -> list[float]:
-    """Return the advantage of each sample's last token."""
-    return [float(sample.advantages[-1]) for sample in group.samples]
-
-
-def test_mini_batch_is_scaled_by_the_spread_of_all_its_groups() -> None:
-    config = replace(GRPO, advantage=ReturnsAdvantage(scale=AdvantageScale.batch))
-    rewards = [(1, 0), (1, 0, 0, 0), (1, 1, 1), (0, 1, 1, 1, 0)]
-    groups = [finish(of_rewards(*one), config, KlController(0.0)) for one in rewards]
-    scaled = over_mini_batch(groups, config)
-    every = [reward - fmean(group) for group in rewards for reward in group]
-    spread = stdev(every) + 1e-6
-    assert [one for group in scaled for one in advantages(group)] == pytest.approx([x / spread for x in every])
-    assert [len(group.samples) for group in scaled] == [2, 4, 3, 5]
-    assert over_mini_batch([], config) == []
-
-
 def of_turns() -> Sample:
     """Return a sample of two turns with the rewards 1 and 2."""
     one = trajectory(range(6), MASK, turn_of_token=TURNS)
     return Sample(one, 3.0, (1.0, 2.0), {}, np.zeros(6, np.float32))
-
-
-def test_turn_credit_sums_the_rewards_of_the_turn_and_later_ones() -> None:
-    estimator = ReturnsAdvantage(baseline=AdvantageBaseline.none, scale=AdvantageScale.none, credit=Credit.turn)
-    config = replace(GRPO, advantage=estimator)
-    sample = of_turns().with_scores(Scores(np.zeros(6, np.float32)))
-    finished = finish(Group(question(1), (sample,)), config, KlController(0.0))
-    assert_array_equal(finished.samples[0].advantages, [0, 3, 3, 0, 0, 2])
 
 
 def test_observation_tokens_belong_to_the_turn_before_them() -> None:
