@@ -76,11 +76,14 @@ class Seats:
 
     def _find(self, number: int, alive: Sequence[Machine], placed: Mapping[int, Machine]) -> bool:
         planned = number < self.planned
+        own = self._own.get(number)
+        if own is not None and 0 in machines_of(own, alive):
+            return True  # Also if its planned machine is back: Ray would kill the process with its bundle.
         if planned and self._slots[number].bundle in placed:
             self.release(number)
             return True
-        if number in self._own:
-            return 0 in machines_of(self._own[number], alive)
+        if own is not None:
+            return False
         if not planned and self.unreserved:
             return True
         if not planned or self._cluster.nodes > 1:

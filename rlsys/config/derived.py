@@ -26,11 +26,13 @@ from rlsys.config.schema import (
     ClusterConfig,
     CriticConfig,
     Device,
+    GatewayAgent,
     InferenceConfig,
     Layers,
     LoraConfig,
     OnUpdate,
     RewardConfig,
+    RolloutConfig,
     RunConfig,
     SamplingConfig,
     SearchConfig,
@@ -76,6 +78,12 @@ def on_update(config: RunConfig) -> OnUpdate:
         sentence = f"{key}={value} must be {' or '.join(OnUpdate)}: annotate it as rlsys.config.schema.OnUpdate."
         raise UserError(sentence, code="wrong_type", key=key)
     return OnUpdate(value)
+
+
+def concurrent_episodes(task: TaskConfig, rollout: RolloutConfig) -> int:
+    """Return the number of episodes that an engine runs at a time; any more would wait on it for their turn."""
+    agent = task.agent
+    return min(rollout.max_episodes, agent.concurrency) if isinstance(agent, GatewayAgent) else rollout.max_episodes
 
 
 def stage_limits(cluster: ClusterConfig) -> dict[str, float]:

@@ -38,10 +38,11 @@ from math import ceil
 from typing import Any
 
 from rlsys.cluster.worker_group import RankDied, RankSilent, WorkerGroup, together
+from rlsys.config.derived import concurrent_episodes
 from rlsys.config.schema import RunConfig
 from rlsys.data.question import Question
 from rlsys.data.trajectory import Finish, Trajectory
-from rlsys.errors import RunError
+from rlsys.errors import RunError, UserError
 from rlsys.observe.faults import FaultKind
 from rlsys.observe.metrics import Metric
 from rlsys.observe.spans import Arg, Span, Tracer, episode_spans
@@ -151,7 +152,7 @@ class EnginePool:
         self.waits_for = ""
         """Tools that all episodes waited for at the last refresh; empty if any episode generated, or if unknown."""
         self._samples = config.algorithm.n_samples
-        self._slots = config.rollout.max_episodes
+        self._slots = concurrent_episodes(config.task, config.rollout)
         self._episode_timeout_s = config.rollout.episode_timeout_s
         self._stall_timeout_s = config.rollout.engine.stall_timeout_s
         self._tracer, self._episodes, self._outages = tracer, episodes, outages
@@ -330,12 +331,12 @@ class EnginePool:
         await self.engines.call_all("wake")
 
     async def stop(self, timeout_s: float) -> None:
-        """Ask every engine that is up to stop. One that dies or is late is only logged; it is killed anyway."""
+        """Ask every engine that is up to stop. One that dies, is late or fails is only logged; it is killed anyway."""
 
         async def stop_one(one: Member) -> None:
             try:
                 await self.engines.call(one, "stop", timeout_s=timeout_s, ping=False)
-            except (RankDied, EngineDied, RankSilent) as problem:
+            except (RunError, UserError) as problem:
                 _log.warning(
                     "rollout engine %d did not stop by itself: %s", one.engine, str(problem).partition("\n")[0]
                 )
@@ -594,7 +595,11 @@ class Newcomer:
         return {self._member.engine: self._engines.gone(self._member)} if alive else {}
 
     async def open_transport(self, specs: Mapping[int, Any]) -> None:
-        await self._call("open_transport", specs[self._member.engine])
+        """Open the transport. Raises RankDied if the engine has been removed since it was to be connected."""
+        spec = specs.get(self._member.engine)
+        if spec is None:
+            raise RankDied(f"engine {self._member.engine} left before it could catch up", self._member.engine)
+        await self._call("open_transport", spec)
 
     async def begin_update(self, version: int) -> None:
         """Prepare to receive `version`."""

@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from rlsys.config.derived import concurrent_episodes
 from rlsys.config.schema import Device, Dtype, EngineConfig, RunConfig
 from rlsys.rollout.agent.recorder import Generation, OnTokens, TurnSampling
 
@@ -95,7 +96,8 @@ class RolloutEngine(ABC):
 
         Each device of the engine holds `weights` bytes of weights, and `token` bytes for each cached token.
         """
-        return min(config.rollout.engine.max_running, config.rollout.max_episodes) * config.task.max_total_tokens
+        most = min(config.rollout.engine.max_running, concurrent_episodes(config.task, config.rollout))
+        return most * config.task.max_total_tokens
 
     @classmethod
     def memory_beside_cache(cls, config: RunConfig, model: Architecture) -> float:  # noqa: ARG003

@@ -10,6 +10,7 @@ from time import perf_counter
 
 from transformers import AutoTokenizer
 
+from rlsys.config.derived import concurrent_episodes
 from rlsys.config.schema import (
     Device,
     LoraConfig,
@@ -121,7 +122,7 @@ class RolloutWorker:
         self.engine.require_room(task)
         codec = Codec(AutoTokenizer.from_pretrained(model_path))
         self._tools = EpisodeTools(self.engine, self._search and for_run(self._search, search), codec, task)
-        self._slots = self._tools.slots(rollout.max_episodes)
+        self._slots = asyncio.Semaphore(concurrent_episodes(task, rollout))
         self._draining = DrainLock()
         self._receiver: Receiver | None = None
         self._stages_in_host = True

@@ -118,15 +118,17 @@ async def test_processes_of_a_lost_node_and_further_ones_start_where_devices_app
             seats.release_all()
 
 
-def test_ray_is_read_once_for_all_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ray_is_read_once_and_a_process_keeps_its_devices_while_they_live(monkeypatch: pytest.MonkeyPatch) -> None:
     """Bundle 7 is on a node that is dead, bundle 8 on none; the bundle that process 7 gets instead has a node."""
     asked: Counter[str] = Counter()
+    removed: list[Any] = []
     node = {"NodeID": "a", "NodeManagerHostname": "a", "NodeManagerAddress": "10.0.0.1", "Resources": {}, "Alive": True}
+    b_lives = False
     nodes_of: dict[Any, dict[int, str]] = {"run": dict.fromkeys(range(448), "a") | {7: "b", 8: ""}}
 
     def nodes() -> list[dict[str, Any]]:
         asked["nodes"] += 1
-        return [node, node | {"NodeID": "b", "Alive": False}]
+        return [node, node | {"NodeID": "b", "Alive": b_lives}]
 
     def table(bundles: Any) -> dict[str, Any]:
         asked[bundles] += 1
@@ -140,6 +142,7 @@ def test_ray_is_read_once_for_all_processes(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr("rlsys.cluster.runtime.ray", SimpleNamespace(nodes=nodes))
     monkeypatch.setattr("rlsys.cluster.runtime.placement_group_table", table)
     monkeypatch.setattr("rlsys.cluster.seats.placement_group", reserve)
+    monkeypatch.setattr("rlsys.cluster.seats.remove_placement_group", removed.append)
     bundles: Any = "run"
     slots = [DeviceSlot(bundle, (0,), 1.0, pinned=False) for bundle in range(448)]
     seats = Seats(bundles, slots, ClusterConfig(device=Device.cpu, address="10.0.0.1:6379", nodes=2))
@@ -148,6 +151,13 @@ def test_ray_is_read_once_for_all_processes(monkeypatch: pytest.MonkeyPatch) -> 
     assert asked == {"nodes": 2, "run": 2, "own 1": 1, "own 2": 1}
     assert seats.stranded() == [7, 8]
     assert asked == {"nodes": 3, "run": 3, "own 1": 1, "own 2": 1}
+
+    b_lives = True
+    assert seats.find(7)
+    assert (seats.of(7)[0], removed) == ("own 1", []), "Ray would kill the process that runs there"
+    nodes_of["own 1"] = {}
+    assert seats.find(7)
+    assert (seats.of(7)[0], removed) == (bundles, ["own 1"])
 
 
 async def _number_on(group: WorkerGroup, node: Any) -> int:

@@ -31,6 +31,7 @@ from rlsys.apps.evaluation.evaluation_inputs import (
 from rlsys.apps.evaluation.results import ANSWERS, PAGE, RESULTS, noting, render_table, settings_of, write_results
 from rlsys.apps.running import run_to_end
 from rlsys.config.compose import typed
+from rlsys.config.derived import concurrent_episodes
 from rlsys.config.schema import (
     CustomEngine,
     EngineConfig,
@@ -181,7 +182,7 @@ async def _run(
     report(f"starting {method.engine}")
     async with asking(config, method.engine) as ask:
         options: dict[str, Any] = {"samples": config.eval.samples, "temperature": config.eval.temperature, "note": note}
-        most, score = config.rollout.max_episodes, heldout_score(config)
+        most, score = concurrent_episodes(config.task, config.rollout), heldout_score(config)
         with status.reported_to(lambda _stage, text: report(text)):
             return await evaluate(questions, ask, most, score=score, **options)
 
@@ -246,7 +247,7 @@ async def asking(config: RunConfig, engine: str) -> AsyncIterator[Ask]:
             search = await stack.enter_async_context(open_tool(config.search))
         tools = EpisodeTools(generator, search, codec, config.task)
         stack.callback(tools.close)
-        slots = tools.slots(config.rollout.max_episodes)
+        slots = asyncio.Semaphore(concurrent_episodes(config.task, config.rollout))
 
         async def ask(question: Question, sample: int, temperature: float) -> Trajectory:
             sampling = evaluation_sampling(

@@ -38,7 +38,7 @@ from rlsys.cluster.planning.splits import (
     training_choices,
 )
 from rlsys.cluster.planning.work import HardwareCosts
-from rlsys.config.derived import has_critic, max_staleness, megatron_groups, scoring_forwards
+from rlsys.config.derived import concurrent_episodes, has_critic, max_staleness, megatron_groups, scoring_forwards
 from rlsys.config.schema import AsyncSchedule, Mode, PipelinedSchedule, RunConfig, SequentialSchedule, SyncMode
 from rlsys.errors import UserError
 from rlsys.trainer.batches import SampleSize
@@ -223,7 +223,9 @@ class PlacementSearch:
         engines = len(work.ranks["rollout"]) // config.rollout.engine.tp - (config.eval.engines or 0)
         step_s = generation_s(engine, lengths.generated, lengths.prompt, episodes / engines)
         # The more requests a decode step has, the less each of them takes; reading their cache would add to that.
-        batch = min(engine.max_running, max(config.rollout.max_episodes, config.algorithm.n_samples))
+        batch = min(
+            engine.max_running, max(concurrent_episodes(config.task, config.rollout), config.algorithm.n_samples)
+        )
         decoded_s = engine.decode_s(batch, 0)[0] / batch
         episode_s = fmean(lengths.generated) * decoded_s + lengths.prompt * engine.prefill_s
         return step_s, episode_s / fmean(lengths.tokens) / engines

@@ -17,8 +17,8 @@ from rlsys.apps.planner.costs import Costs
 from rlsys.apps.planner.engine import Prefix, Request, SimulatedEngine
 from rlsys.apps.planner.workload import EpisodeDraw, ToolServer, Workload
 from rlsys.cluster.planning.work import CallCosts
-from rlsys.config.derived import on_update
-from rlsys.config.schema import GatewayAgent, OnUpdate, RunConfig
+from rlsys.config.derived import concurrent_episodes, on_update
+from rlsys.config.schema import OnUpdate, RunConfig
 from rlsys.data.question import Question
 from rlsys.data.trajectory import Finish, Floats, Group, Sample, Scores, Trajectory
 from rlsys.observe.spans import ROLLOUT_SPAN, Tracer
@@ -128,12 +128,9 @@ class SimulatedRollouts:
         self.workers: Any = SimpleNamespace(name="rollout", ranks=[SimpleNamespace(name="rollout")])
         self.living: Mapping[int, None] = {0: None}
         self._config, self._costs, self._workload, self._seed, self._tracer = config, costs, workload, seed, tracer
-        self._samples, self._max_episodes = config.algorithm.n_samples, config.rollout.max_episodes
-        agent = config.task.agent
-        most = self._max_episodes
-        most = min(most, agent.concurrency) if isinstance(agent, GatewayAgent) else most
-        self._slots = [_Slots(most) for _ in range(engines)]
-        self._router = Router(Members.first(engines), self._max_episodes)
+        self._samples, self._most = config.algorithm.n_samples, concurrent_episodes(config.task, config.rollout)
+        self._slots = [_Slots(self._most) for _ in range(engines)]
+        self._router = Router(Members.first(engines), self._most)
         self._queue: deque[tuple[str, asyncio.Future[Member]]] = deque()
         self._server = ToolServer(workload.tools_per_s)
         self._arrays = TokenArrays(config.task.max_total_tokens + config.task.max_prompt_tokens + 1)
@@ -147,7 +144,7 @@ class SimulatedRollouts:
     @property
     def capacity(self) -> int:
         """Number of groups that can be generated at a time."""
-        return max(1, self._max_episodes // self._samples) * len(self.engines)
+        return max(1, self._most // self._samples) * len(self.engines)
 
     @property
     def in_flight_s(self) -> float:

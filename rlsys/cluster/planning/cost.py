@@ -30,7 +30,7 @@ from math import inf, sqrt
 from rlsys.cluster.planning.hardware import DEVICE, REACHED, Reached
 from rlsys.cluster.planning.placement import CRITIC
 from rlsys.cluster.planning.work import EXPECTED, EngineCosts, EpisodeTokens, HardwareCosts
-from rlsys.config.derived import megatron_groups
+from rlsys.config.derived import concurrent_episodes, megatron_groups
 from rlsys.config.schema import Mode, RunConfig
 from rlsys.weights.weight_map import Architecture
 
@@ -132,8 +132,8 @@ class StepCost:
     @property
     def requests(self) -> float:
         """Requests that an engine decodes at a time, limited by its episodes, settings and KV cache."""
-        rollout = self.config.rollout
-        return min(self.episodes / self.engines, rollout.max_episodes, rollout.engine.max_running, self.room)
+        most = concurrent_episodes(self.config.task, self.config.rollout)
+        return min(self.episodes / self.engines, most, self.config.rollout.engine.max_running, self.room)
 
     @property
     def room(self) -> float:

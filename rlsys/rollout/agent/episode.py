@@ -166,11 +166,6 @@ class EpisodeTools:
             )
         return task.max_observation_tokens - shortest
 
-    def slots(self, most: int) -> asyncio.Semaphore:
-        """Return the slots of at most `most` episodes that run at the same time; an agent may allow fewer."""
-        agent = self.task.agent
-        return asyncio.Semaphore(min(most, agent.concurrency) if isinstance(agent, GatewayAgent) else most)
-
     def metrics(self) -> dict[str, float]:
         """Return totals since the start: episodes begun anew; of the gateway, agents that failed and requests without an
         answer."""
