@@ -213,6 +213,11 @@ class WorkerGroup:
         ref = rank.handle.call.remote(method, *args)
         return (await self._finish(method, [ref], timeout_s, [rank], until))[0]
 
+    async def require_alive(self, timeout_s: float | None = None) -> None:
+        """Wait until every rank answers. Raises RankDied if one has died, RankSilent if one is late."""
+        refs = [rank.handle.__ray_ready__.remote() for rank in self.ranks]
+        await self._gather(refs, "to answer", self._timeout_s if timeout_s is None else timeout_s)
+
     def kill(self) -> None:
         """Kill every worker process at once."""
         for rank in self.ranks:

@@ -144,23 +144,27 @@ class Elastic:
     async def _end_groups(self, one: Member, until: float, say: Say) -> None:
         """Wait until a leaving engine has no groups and receives no weights, at most to the time `until`.
 
-        Raises RunError, and lets it stay, if it has become the last one.
+        If the others have died meanwhile, it waits for one that is started again. Raises RunError, and lets it stay, if none
+        is, or if none serves at the time `until`.
         """
+        while True:
+            if waits := self._waits_for(one):
+                if self._clock() >= until:
+                    self._require_others(one)
+                    return
+                say(f"engine {one.engine} waits for {waits}")
+                await asyncio.sleep(min(POLL_S, until - self._clock()))
+                continue
+            async with self._supervisor.sync.between_transfers():
+                if not self._waits_for(one):
+                    return
 
-        def require_others() -> None:
-            members = self._engines.members
-            if members.holds(one) and not members.remains_without(one):
-                self._engines.change(members.stay(one))
-                raise RunError(f"engine {one.engine} stays, because every other engine has died or is leaving.")
-
-        while waits := self._waits_for(one):
-            if self._clock() >= until:
-                return
-            say(f"engine {one.engine} waits for {waits}")
-            await asyncio.sleep(min(POLL_S, until - self._clock()))
-            require_others()
-        async with self._supervisor.sync.between_transfers():
-            require_others()
+    def _require_others(self, one: Member) -> None:
+        """Let a leaving member stay, and raise RunError, if no other one serves."""
+        members = self._engines.members
+        if members.holds(one) and not members.remains_without(one):
+            self._engines.change(members.stay(one))
+            raise RunError(f"engine {one.engine} stays, because every other engine has died or is leaving.")
 
     def _leaver(self, engine: int | None) -> Member:
         """Return the member that leaves. Raises UserError if it is none, or the last one that stays."""
@@ -181,10 +185,15 @@ class Elastic:
         return one
 
     def _waits_for(self, one: Member) -> str:
-        """Return what a leaving engine waits for; empty if it can be removed."""
-        held = self._engines.members.of_engine.get(one.engine)
+        """Return what a leaving engine waits for; empty if it can be removed. Raises RunError if it must stay."""
+        members = self._engines.members
+        held = members.of_engine.get(one.engine)
         if held is None or held.life != one.life or not held.lives:
             return ""
+        if not members.remains_without(one):
+            if not any(other.standing in (Standing.starting, Standing.joining) for other in members.of_engine.values()):
+                self._require_others(one)
+            return "another engine, which is started again"
         if held.aside:
             return "the end of its evaluation"
         groups = self._pool.groups_on(held)
@@ -298,10 +307,15 @@ class Elastic:
                     tasks.create_task(self._return(self._supervisor.invite(engine)))
 
     async def _return(self, one: Member) -> None:
-        """Wait for a displaced engine that is started again; after a failure it is tried again."""
+        """Wait for a displaced engine that is started again; a failure of its start uses up a restart, if one is left."""
         try:
             await self._supervisor.joined(one)
         except (RunError, UserError) as problem:
-            why = str(problem).partition("\n")[0]
-            if not self._supervisor.tries_again(one.engine, why):
+            supervisor = self._supervisor
+            placed = one.engine in supervisor.displaced and await self._ask(partial(self._seats.find, one.engine))
+            if (
+                placed and one.engine in supervisor.displaced
+            ):  # Else its machine has left too, or it was asked to leave.
+                supervisor.tries_again(one.engine, str(problem).partition("\n")[0])
+            if one.engine not in supervisor.displaced:
                 await self._release(one.engine)

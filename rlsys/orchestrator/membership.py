@@ -172,9 +172,8 @@ class Members:
         return self._move(one, Standing.leaving, Standing.serving)
 
     def remains_without(self, one: Member) -> bool:
-        """Return True if another member serves, or will: then `one` may leave."""
-        others = (other for engine, other in self.of_engine.items() if engine != one.engine)
-        return any(other.standing is not Standing.leaving for other in others)
+        """Return True if another member serves, so that `one` may leave."""
+        return any(other.engine != one.engine and other.standing is not Standing.leaving for other in self.living)
 
     def remove(self, one: Member, returns: bool = False) -> Members:
         """Remove a member that has died, hung or left; with `returns`, its engine joins again in the same event."""

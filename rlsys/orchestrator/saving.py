@@ -15,12 +15,13 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol, TypeVar
 
 from rlsys.errors import RunError, UserError, disk_error
 from rlsys.weights.checkpoint.store import CheckpointStore, RetentionPolicy
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 POLL_S = 0.5
 """Interval of `settle`'s polling."""
@@ -83,8 +84,8 @@ class Saver:
         started: list[CheckpointedGroup] = []
         try:
             with _one_sentence(self._store.path(step)):
-                folder = await asyncio.to_thread(self._store.begin, step)
-                await asyncio.to_thread(write_data, folder)
+                folder = await _to_end(self._store.begin, step)
+                await _to_end(write_data, folder)
             for name, (group, part) in parts.items():
                 await self._onload(group)
                 started.append(part)
@@ -117,7 +118,7 @@ class Saver:
                 for part in pending.parts:
                     await part.finish_save()
                 with _one_sentence(self._store.path(pending.step)):
-                    self.newest = await asyncio.to_thread(self._store.publish, pending.step)
+                    self.newest = await _to_end(self._store.publish, pending.step)
             except (RunError, UserError):
                 await self._give_up(pending.parts)
                 raise
@@ -125,7 +126,7 @@ class Saver:
                 # Also after a failure: a second `finish_save` may not raise again.
                 self._pending = None
             try:
-                await asyncio.to_thread(self._store.prune, self._keep, self._score_of, frozenset(self.awaited))
+                await _to_end(self._store.prune, self._keep, self._score_of, frozenset(self.awaited))
             except OSError as problem:
                 logger.warning("Older checkpoints could not be deleted (%s) and remain on disk.", problem)
 
@@ -136,7 +137,17 @@ class Saver:
             with suppress(RunError, UserError):
                 await part.finish_save()
         with suppress(OSError):
-            await asyncio.to_thread(self._store.recover)
+            await _to_end(self._store.recover)
+
+
+async def _to_end(function: Callable[..., T], *args: Any) -> T:
+    """Call `function` in a thread, and wait for its end also if cancelled: a run that goes back cleans up the same folder."""
+    work = asyncio.ensure_future(asyncio.to_thread(function, *args))
+    try:
+        return await asyncio.shield(work)
+    except asyncio.CancelledError:
+        await asyncio.wait({work})
+        raise
 
 
 @contextmanager

@@ -117,12 +117,10 @@ class Supervisor:
                 self._engines.remove(one, "its start was given up")
             joined.cancel()
 
-    def tries_again(self, engine: int, why: str) -> bool:
-        """Count a failed start of a displaced engine as a restart; return False if it was the last one."""
-        if self._budget.take():
-            return True
-        self.give_up(engine, f"no restart is left: {why}")
-        return False
+    def tries_again(self, engine: int, why: str) -> None:
+        """Count a failed start of a displaced engine as a restart; give it up if none is left."""
+        if not self._budget.take():
+            self.give_up(engine, f"no restart is left: {why}")
 
     def give_up(self, engine: int, why: str) -> None:
         """Record that the run goes on without an engine that has failed."""

@@ -324,7 +324,10 @@ class WeightSync:
             _log.warning("version %d is sent again, to the receivers that live: %s", version, lost)
 
     async def _attempt(self, version: int, route: _Route) -> SyncReport:
-        """Send `version` to the receivers that live now; raises PeerLost only once they all have answered."""
+        """Send `version` to the receivers that live now.
+
+        Raises PeerLost only once they all have answered, and if the sender lives; its own death is raised as RankDied.
+        """
         # Processes may die at every `await`, so the members of the transport and their deaths are from one moment.
         opening = [] if route.ranks == self._members else self._connect(route)
         deaths = [gone for one in route.receivers for gone in one.living.values() if gone is not None]
@@ -335,6 +338,10 @@ class WeightSync:
             if not sending.done() and self._meetings:
                 self._meetings[-1].end()
             return await sending
+        except PeerLost:
+            # No call to the sender is pending while its last bucket is received, so its death shows in receivers alone.
+            await route.sender.require_alive(route.limit_s)
+            raise
         finally:
             sending.cancel()
             await asyncio.gather(sending, return_exceptions=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
+import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import SimpleNamespace
@@ -219,6 +220,32 @@ async def test_disk_full_while_a_checkpoint_is_published_leaves_the_one_before(
     assert run.left() == ["global_step_1"]
     await run.save(3)
     assert run.steps() == [1, 3]
+
+
+async def test_a_save_that_is_cancelled_while_it_is_published_ends_first(
+    run: SavingRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run that goes back then cleans up: it must not delete files of a checkpoint that is just being published."""
+    began, go_on, publish = threading.Event(), threading.Event(), CheckpointStore.publish
+
+    def slowly(store: CheckpointStore, step: int) -> Path:
+        began.set()
+        go_on.wait()
+        return publish(store, step)
+
+    monkeypatch.setattr(CheckpointStore, "publish", slowly)
+    saving = asyncio.create_task(run.save(1))
+    while not began.is_set():
+        await asyncio.sleep(0)
+    saving.cancel()
+    await let_tasks_run()
+    waits = not saving.done()
+    go_on.set()
+    assert waits
+    with pytest.raises(asyncio.CancelledError):
+        await saving
+    run.store.recover()
+    assert run.steps() == [1]
 
 
 async def test_checkpoint_begins_once_the_trajectories_of_its_steps_are_on_disk() -> None:

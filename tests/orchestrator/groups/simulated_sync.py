@@ -76,9 +76,15 @@ class Simulation(Engines):
         self.last_death = 0.0
         self._tasks: dict[Worker, asyncio.Future[None]] = {}
         self.actor = SimpleNamespace(
-            name="actor", driver_host="", ranks=[SimpleNamespace(name="actor rank 0")], call=self._ask_actor
+            name="actor",
+            driver_host="",
+            ranks=[SimpleNamespace(name="actor rank 0")],
+            call=self._ask_actor,
+            require_alive=self._lives,
         )
         self._sent = 0
+
+    async def _lives(self, _timeout_s: float | None = None) -> None: ...
 
     def meeting(self, _host: str) -> Any:
         """Stand in for `Meeting`, whose members the first spec names."""

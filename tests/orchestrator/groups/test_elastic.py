@@ -242,19 +242,30 @@ async def test_requests_that_cannot_be_carried_out_change_nothing(tmp_path: Path
         await asyncio.gather(*asked)
 
 
+@pytest.mark.parametrize(
+    ("restarts", "limit_s", "seconds", "left"),
+    [
+        (0, None, 11, {0: "serving"}),
+        (1, 60.0, 60, {0: "serving", 1: "starting"}),
+        (1, None, 10 + 70, {1: "serving"}),
+    ],
+)
 @virtually
-async def test_a_leaving_engine_stays_if_it_has_become_the_last_one(tmp_path: Path) -> None:
-    engines = Engines(2, taking(run_group=50))
-    run = Elasticity(engines, tmp_path, restarts=0)
+async def test_an_engine_leaves_only_while_another_one_serves(
+    restarts: int, limit_s: float | None, seconds: int, left: dict[int, str], tmp_path: Path
+) -> None:
+    engines = Engines(2, taking(run_group=50, start=70))
+    run = Elasticity(engines, tmp_path, restarts)
     async with run.watched():
         asked = [run.ask(number) for number in range(2)]
         await settle()
-        leaving = asyncio.ensure_future(run.elastic.leave(0, None))
+        leaving = asyncio.ensure_future(run.elastic.leave(0, limit_s))
         await asyncio.sleep(10)
         engines.die(1)
-        with pytest.raises(RunError, match="stays"):
+        with pytest.raises(RunError, match="stays") if 0 in left else nullcontext():
             await leaving
-        assert run.standings == {0: "serving"}
+        assert seconds <= now() <= seconds + 1
+        assert run.standings == left
         await asyncio.gather(*asked)
 
 
@@ -323,7 +334,11 @@ async def test_engines_of_a_lost_machine_leave_and_return_on_another_one(tmp_pat
             "waits for a machine",
             "waits for a machine",
         ]
-        engines._seconds = taking(run_group=20, start=7)
+        engines._seconds = taking(run_group=20, start=12)
+        for lost, after in (({2}, {0: "serving", 1: "starting"}), ({1, 2}, {0: "serving"})):
+            run.devices.lost = lost  # Its other machine leaves too, before it has started there.
+            await asyncio.sleep(MACHINES_POLL_S + 1)
+            assert run.standings == after
         run.devices.lost = {2}
         await asyncio.sleep(20)
         assert run.standings == {0: "serving", 1: "serving"}

@@ -97,6 +97,7 @@ async def test_transfer_that_fails_although_nobody_died_is_not_repeated(loses_pe
                 raise PeerLost("a cable is loose") if loses_peer else RunError("no room")
             return [1.0]
 
+        async def require_alive(self, _timeout_s: float | None = None) -> None: ...
         async def open_transport(self, _specs: Any) -> None: ...
         async def begin_update(self, _version: int) -> None: ...
 
@@ -222,6 +223,9 @@ class Processes:
         if isinstance(answer, Exception):
             raise answer
         return answer
+
+    async def require_alive(self, _timeout_s: float | None = None) -> None:
+        await self.call("__repr__")
 
     def kill_rank(self, index: int) -> None:
         self.ranks[index].host.kill()

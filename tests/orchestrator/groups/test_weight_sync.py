@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 
+from rlsys.cluster.worker_group import RankDied
 from rlsys.config.schema import ClusterConfig, Device, ParallelConfig, SyncMode
-from rlsys.errors import RunError
+from rlsys.errors import PeerLost, RunError
 from rlsys.observe.spans import Tracer
 from rlsys.orchestrator.weight_sync import WeightSync
 from rlsys.orchestrator.worker_groups import InferenceGroup
@@ -34,8 +35,13 @@ class Actor:
     ranks: list[Any] = field(default_factory=lambda: [SimpleNamespace(name="actor rank 0")])
     left: int = 0
     specs: list[TransportSpec] = field(default_factory=list)
+    death: RankDied | None = None
 
     driver_host = "127.0.0.1"
+
+    async def require_alive(self, _timeout_s: float | None = None) -> None:
+        if self.death:
+            raise self.death
 
     async def call(self, method: str, *args: Any, **_limits: Any) -> list[Any]:
         if method == "open_export":
@@ -64,6 +70,8 @@ class Receivers:
     living: dict[int, None] = field(default_factory=lambda: {0: None, 1: None})
     opened: list[Mapping[int, TransportSpec]] = field(default_factory=list)
     failure: Exception | None = None
+    loses_peer_at: int = 0
+    """Number of the bucket that does not arrive."""
     may_finish: asyncio.Event = field(default_factory=asyncio.Event)
 
     def __post_init__(self) -> None:
@@ -80,6 +88,8 @@ class Receivers:
 
     async def load_bucket(self, handle: BucketHandle) -> None:
         await asyncio.sleep(0.02)
+        if handle.number == self.loses_peer_at:
+            raise PeerLost("the sender is gone")
         self.events.append(f"{self.name} has {handle.number}")
 
     async def finish_update(self, version: int, digest: str) -> None:
@@ -124,6 +134,15 @@ async def test_next_bucket_is_gathered_while_the_last_is_received_and_no_earlier
         "rollout has 3",
         "end, 3 taken",
     ]
+
+
+async def test_sender_that_dies_while_its_last_bucket_is_received_is_named(events: list[str], tmp_path: Path) -> None:
+    """It has answered all calls by then, so only the receivers notice."""
+    sync, actor, rollout, _ = make(events, tmp_path)
+    actor.death, rollout.loses_peer_at = RankDied("it died", 0, "actor rank 0"), actor.buckets
+    with pytest.raises(RankDied) as caught:
+        await sync.push(1)
+    assert caught.value is actor.death, "the run goes back to its last checkpoint"
 
 
 async def test_transfer_waits_for_the_previous_switch(events: list[str], tmp_path: Path) -> None:
