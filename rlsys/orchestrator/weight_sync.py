@@ -170,7 +170,7 @@ class WeightSync:
         self._members: tuple[Rank, ...] = ()
         """Processes that the transport connects, the sender first."""
         self._meetings: list[Meeting] = []
-        """Meetings of all transports, the newest last. Members of an old one leave it when they join the next."""
+        """Meetings since the last push, the newest last. Members of an old one leave it when they join the next."""
         self._taken = 0
         self._copy_gb_s = 0.0
         self._pushed: SyncReport | None = None
@@ -263,6 +263,9 @@ class WeightSync:
         route = _Route(sender, (receiver,), export=export, limit_s=self._cluster.call_timeout_s)
         try:
             sent = await self._attempt(pushed.version, route)
+            if self._copies is not None:  # It sends to nobody else.
+                await route.ask("close_export")
+                self._members = ()
         except BaseException:
             if self._meetings:  # Else the sender would wait for the dead receiver.
                 self._meetings[-1].end()
@@ -318,9 +321,12 @@ class WeightSync:
             if lost is not None and route.ranks == self._members:
                 raise lost
             try:
-                return await self._attempt(version, route)
+                report = await self._attempt(version, route)
             except PeerLost as problem:
                 lost = problem
+            else:
+                del self._meetings[:-1]  # All processes that live have left them for the last one.
+                return report
             _log.warning("version %d is sent again, to the receivers that live: %s", version, lost)
 
     async def _attempt(self, version: int, route: _Route) -> SyncReport:

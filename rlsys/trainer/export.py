@@ -215,12 +215,17 @@ class WeightSender(ABC):
         self._bucket_bytes = spec.bucket_bytes
         if self.coords.rank and not (spec.mode is SyncMode.ipc and self.coords.in_stage == 0):
             return None
-        if self._sender is not None:
-            self._sender.close()
+        self.close_export()
         self._sender = sender = open_sender(spec)
         if self.coords.rank:
             return None
         return copy_gb_s(spec.bucket_bytes, sender.device or torch.device("cpu"))
+
+    def close_export(self) -> None:
+        """Free the memory of the transport until `open_export` opens another one. Idempotent."""
+        if self._sender is not None:
+            self._sender.close()
+            self._sender = None
 
     def begin_export(self) -> None:
         """Begin to export the current weights."""

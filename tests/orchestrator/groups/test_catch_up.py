@@ -34,8 +34,10 @@ class Sender:
     def __init__(self, name: str, digest: str, fails: Exception | None = None) -> None:
         self.name, self.digest, self.fails = name, digest, fails
         self.ranks = (SimpleNamespace(name=f"{name} rank 0"),)
+        self.open = False
 
     async def call(self, method: str, *_: Any, **_limits: Any) -> list[Any]:
+        self.open = {"open_export": True, "close_export": False}.get(method, self.open)
         if self.fails and method == "begin_export":
             raise self.fails
         return [{"open_export": 1.0, "end_export": self.digest}.get(method)]
@@ -85,6 +87,23 @@ async def test_loss_of_the_sender_is_not_charged_to_the_newcomer(loss: type[Rank
     assert lost_worker(ended.value) is lost, "the run goes back to its checkpoint"
     assert pool.engines.members.of_engine[1].standing is Standing.joining
     assert [row["event"] for row in rows(tmp_path / "faults")] == ["began"]
+
+
+@virtually
+async def test_group_that_has_the_version_sends_it_and_keeps_no_memory_for_that(tmp_path: Path) -> None:
+    actor, inference = Sender("actor", "weights 1"), Sender("inference", "weights 1")
+    engines = Engines(2, taking(start=7))
+    pool, sync, supervisor = synced(engines, actor, inference, tmp_path)
+    await sync.send(1)
+    actor.digest = "within step 2"
+    watching = asyncio.ensure_future(supervisor.run(1.0))
+    await settle()
+    engines.die(1)
+    await asyncio.sleep(3 * CALL_TIMEOUT_S)
+    assert [one.version for one in pool.engines.members.living] == [1, 1]
+    assert (actor.open, inference.open) == (True, False)
+    watching.cancel()
+    await asyncio.wait({watching})
 
 
 SYNC_S = 1.0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -163,6 +164,19 @@ async def test_transfer_waits_for_the_previous_switch(events: list[str], tmp_pat
     (tmp_path / "weights").mkdir()
     sync.close()
     assert not (tmp_path / "weights").exists()
+
+
+async def test_store_of_a_former_transport_is_closed_after_the_next_push(events: list[str], tmp_path: Path) -> None:
+    sync, actor, rollout, _ = make(events, tmp_path)
+    await sync.send(1)
+    del rollout.living[1]
+    await sync.send(2)
+    former, current = (spec.address for spec in actor.specs)
+    assert former is not None
+    assert current is not None
+    socket.create_connection(current, 10).close()
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(former, 10)
 
 
 async def test_next_transfer_fails_after_a_switch_that_failed_or_does_not_end(
