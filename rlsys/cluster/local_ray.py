@@ -53,6 +53,9 @@ HEALTH_CHECKS = {
     "health_check_failure_threshold": 4,
 }
 """Ray's health checks, set to give up a silent machine after half a minute; Ray's default is over a minute."""
+HEAD_GONE_S = 10
+"""Time without a connection to a head on this machine after which a process of Ray ends. Ray's default, a minute, is for heads
+on other machines: it would block a driver whose head has been killed (`RayWatch`)."""
 STOP_S = 3.0  # Timeout for processes to exit on their own.
 PATIENCE_S = 15.0
 """Time-out of Ray's own shutdown."""

@@ -27,6 +27,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, placement_
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from rlsys.cluster.local_ray import (
+    HEAD_GONE_S,
     HEALTH_CHECKS,
     RANK,
     end,
@@ -354,7 +355,8 @@ def _local(cluster: ClusterConfig, slots: int) -> Iterator[None]:
         for attempt in range(1, _STARTS + 1):
             try:
                 with temporary_files_in(folder):
-                    own = {"_temp_dir": str(rays_own(folder)), "_system_config": HEALTH_CHECKS}
+                    settings = HEALTH_CHECKS | {"gcs_rpc_server_reconnect_timeout_s": HEAD_GONE_S}
+                    own = {"_temp_dir": str(rays_own(folder)), "_system_config": settings}
                     _connect(address="local", include_dashboard=False, **own, **on_cpus)
                 break
             except Exception as problem:  # Ray raises a bare Exception if its processes take longer than 30 s to start.

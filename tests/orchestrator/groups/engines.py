@@ -14,7 +14,7 @@ from typing import Any
 from rlsys.apps.planner.virtual_time import now
 from rlsys.cluster.worker_group import RankDied, RankSilent
 from rlsys.config.algorithm import AlgorithmConfig
-from rlsys.config.schema import RolloutConfig, RunConfig
+from rlsys.config.schema import GatewayAgent, RolloutConfig, RunConfig, TaskConfig
 from rlsys.data.question import Question
 from rlsys.data.trajectory import Trajectory
 from rlsys.observe.spans import Tracer
@@ -257,9 +257,10 @@ def episodes(question: Question, samples: int) -> list[Trajectory]:
     return [trajectory(uid=question.uid, sample=number) for number in range(samples)]
 
 
-def make(engines: Engines, slots: int = 8) -> tuple[EnginePool, Tracer]:
-    """Return a pool, whose engines have room for `slots` episodes each, and the pool's tracer."""
+def make(engines: Engines, slots: int = 8, agents: int | None = None) -> tuple[EnginePool, Tracer]:
+    """Return a pool, whose engines have room for `slots` episodes each or run `agents` of the gateway, and its tracer."""
     config = RunConfig(
+        task=TaskConfig(agent=GatewayAgent(concurrency=agents)) if agents else TaskConfig(),
         rollout=RolloutConfig(max_episodes=slots, episode_timeout_s=TIMEOUT_S),
         algorithm=AlgorithmConfig(n_samples=SAMPLES),
     )

@@ -14,7 +14,7 @@ from rlsys.cluster.worker_group import RankDied, RankLost, RankSilent
 from rlsys.config.schema import SyncMode
 from rlsys.observe.faults import FaultLog
 from rlsys.observe.spans import Tracer
-from rlsys.orchestrator.engine_pool import EnginePool
+from rlsys.orchestrator.engine_pool import EnginePool, Newcomer
 from rlsys.orchestrator.membership import Standing
 from rlsys.orchestrator.run import lost_worker
 from rlsys.orchestrator.supervisor import Supervisor
@@ -104,6 +104,16 @@ async def test_group_that_has_the_version_sends_it_and_keeps_no_memory_for_that(
     assert (actor.open, inference.open) == (True, False)
     watching.cancel()
     await asyncio.wait({watching})
+
+
+@virtually
+async def test_newcomer_that_leaves_before_it_is_connected_is_no_error_of_the_program() -> None:
+    pool, _ = make(Engines(2))
+    one = pool.engines.members.of_engine[1]
+    newcomer = Newcomer(pool.engines, one, CALL_TIMEOUT_S)
+    pool.engines.remove(one, "it has left the run")
+    with pytest.raises(RankDied):
+        await newcomer.open_transport(dict.fromkeys(newcomer.living, "spec"))
 
 
 SYNC_S = 1.0

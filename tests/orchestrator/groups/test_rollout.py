@@ -238,6 +238,16 @@ async def test_progress_on_a_dead_or_silent_engine_is_that_of_the_call() -> None
 
 
 @virtually
+async def test_groups_wait_for_the_agents_that_an_engine_runs_at_a_time() -> None:
+    """Otherwise their time on the engine would begin long before their agents do."""
+    engines = Engines(1, taking(run_group=10))
+    group, _ = make(engines, slots=64, agents=SAMPLES)
+    assert group.capacity == 1
+    await ask(group, 3)
+    assert [engines.starts[f"q:{number}"] for number in range(3)] == [[(0, 0.0)], [(0, 10.0)], [(0, 20.0)]]
+
+
+@virtually
 async def test_engines_that_stop_late_or_have_died_do_not_fail_the_end_of_a_run() -> None:
     engines = Engines(3, lambda method, _: NEVER if method == "stop" else 0.0)
     group, _ = make(engines)
@@ -245,6 +255,8 @@ async def test_engines_that_stop_late_or_have_died_do_not_fail_the_end_of_a_run(
     await group.stop(30.0)
     assert now() == 30.0
     assert all(("stop", ()) in worker.log for worker in engines.ranks)
+    failing, _ = make(Engines(1, failures={"stop": RunError("its tools do not end")}))
+    await failing.stop(30.0)
 
 
 @virtually
