@@ -282,7 +282,7 @@ def settings_of(setup: str, steps: int, limit_s: float, restart_s: float) -> lis
     settings = [
         *(*SETTINGS, f"trainer.steps={steps}", f"cluster.call_timeout_s={limit_s / 4}"),
         *(f"{part}.start_timeout_s={restart_s}" for part in ("cluster", "rollout.engine")),
-        *(f"rollout.episode_timeout_s={limit_s / 5}", f"rollout.engine.stall_timeout_s={limit_s / 5}"),
+        *(f"rollout.episode_timeout_s={limit_s / 3}", f"rollout.engine.stall_timeout_s={limit_s / 5}"),
         *(f"search.timeout_s={limit_s / 12}", f"search.outage_s={limit_s}", f"search.start_timeout_s={limit_s / 2}"),
     ]
     return [*settings, "algorithm=ppo"] if setup == "ppo" else settings
@@ -322,7 +322,7 @@ def main(
     enter()
     LOGS.mkdir(parents=True, exist_ok=True)
     found = json.loads(RESULT.read_text()) if RESULT.is_file() else {}
-    known = continued(found, version()) if found.get("seed") == seed else {}
+    known = continued(found, version(), QUESTIONS) if found.get("seed") == seed else {}
     campaign = Campaign(seed, limit, restart, known, minutes)
     of_setup: defaultdict[str, list[Fault]] = defaultdict(list)
     done = () if again else {row["number"] for row in campaign.rows}

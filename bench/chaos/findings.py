@@ -60,13 +60,20 @@ def is_wrong(row: Mapping[str, Any]) -> bool:
     return row["outcome"] not in (RECOVERED, ENDED) or bool(row["left_over"])
 
 
-def continued(found: Mapping[str, Any], commit: str) -> dict[str, Any]:
-    """Return the result file `found` with what still counts on `commit`.
+def continued(found: Mapping[str, Any], commit: str, questions: int) -> dict[str, Any]:
+    """Return the result file `found` with what still counts on `commit`. Its exact matches are over `questions` answers.
 
     What was as it must be counts, whatever it ran on, if its run was complete and judged. The rest counts on its own commit
-    only, and so do all faults of a complete run that lost or left something.
+    only, and so do all faults of a complete run that lost or left something, or whose exact match is outside of noise.
     """
-    ends = [end for end in found["ends"] if end["commit"] == commit or not (end["lost"] or end["left_over"])]
+    without = found["em_without_faults"]
+
+    def as_it_must_be(end: Mapping[str, Any]) -> bool:
+        known = end["em"] is not None and end["setup"] in without
+        outside = known and not within_noise(end["em"], without[end["setup"]], questions)
+        return not (end["lost"] or end["left_over"] or outside)
+
+    ends = [end for end in found["ends"] if end["commit"] == commit or as_it_must_be(end)]
     judged = {number for end in ends for number in end["faults"]}
     rows = [row for row in found["rows"] if (row["commit"] == commit if is_wrong(row) else row["number"] in judged)]
     return {**found, "rows": rows, "ends": ends}

@@ -307,6 +307,11 @@ class RunLogger:
             f"step {evaluation.step}: {whose}held-out EM {evaluation.em:.3f}{by_hop}, "
             f"{evaluation.searches:.2f} searches per question"
         )
+        if evaluation.aborted:
+            self.progress.warn(
+                f"{evaluation.aborted} of these {len(evaluation.answered)} answers were cut off at "
+                "rollout.episode_timeout_s, and count as wrong."
+            )
 
     def samples(self, groups: Sequence[Group]) -> None:
         """Write trajectories of the last step as readable text."""

@@ -34,14 +34,16 @@ POLLED_PER_S = 50
 @dataclass(slots=True)
 class _Beat:
     progress: float | None
-    since_s: float
-    """Time of the last sign of progress."""
+    at_s: float
+    """Time of the last note."""
+    quiet_s: float = 0.0
 
 
 class Heartbeats:
-    """Measures how long engines have made no progress. Pure.
+    """Measures how long engines have been busy, or silent, without progress. Pure.
 
-    An engine makes progress if it answers and is idle, or if its `progress` has changed. Waiting for a search is idle.
+    Waiting for a search is idle. Idle time does not count, but ends nothing either: the episodes of an engine that hangs are
+    cut off at their time limit, and it is idle then.
     """
 
     def __init__(self) -> None:
@@ -51,11 +53,12 @@ class Heartbeats:
     def note(self, life: int, activity: EngineActivity | None, now_s: float) -> float:
         """Note what a member reported, None if it did not answer; return the seconds without progress."""
         beat = self._beats.setdefault(life, _Beat(None, now_s))
-        if activity is not None:
-            stalled = activity.busy and activity.progress is not None and activity.progress == beat.progress
-            if not stalled:
-                beat.progress, beat.since_s = activity.progress, now_s
-        return now_s - beat.since_s
+        if activity is not None and (activity.progress is None or activity.progress != beat.progress):
+            beat.progress, beat.quiet_s = activity.progress, 0.0
+        elif activity is None or activity.busy:
+            beat.quiet_s += now_s - beat.at_s
+        beat.at_s = now_s
+        return beat.quiet_s
 
 
 class Supervisor:
@@ -160,8 +163,9 @@ class Supervisor:
                 hung = RankDied(f"engine {one.engine} has made no progress for {quiet_s:.0f} s.", one.engine)
                 self._engines.lost(one, hung, FaultKind.hung)
                 continue
-            members = self._engines.members
-            judged = members.suspect(one) if 2 * quiet_s >= self._stall_timeout_s else members.trust(one)
+            members, works = self._engines.members, activity is None or activity.busy
+            # An idle engine gets work again, with which it shows whether it hangs.
+            judged = members.suspect(one) if works and 2 * quiet_s >= self._stall_timeout_s else members.trust(one)
             if judged is not members:
                 self._engines.change(judged)
 

@@ -21,6 +21,7 @@ from bench.chaos.faults import STAGES, Fault, Kind, plan
 from bench.chaos.findings import (
     ENDED,
     UNCLEAR,
+    continued,
     lost,
     temporary,
     verdict,
@@ -136,6 +137,19 @@ HARMS: dict[str, Callable[[Complete], object]] = {
 def test_each_harm_to_a_run_is_found(harm: Callable[[Complete], object], complete: Complete) -> None:
     harm(complete)
     assert complete.found()
+
+
+def test_what_was_as_it_must_be_still_counts_on_another_commit() -> None:
+    harms: list[dict[str, Any]] = [{}, {"lost": ["a prompt"]}, {"left_over": ["a file"]}, {"em": 0.3}, {"em": None}]
+    fine = {"setup": "plain", "commit": "old", "lost": [], "left_over": [], "em": 0.75}
+    rows = [
+        {"number": number, "commit": "old", "outcome": "recovered", "left_over": []} for number in range(len(harms))
+    ]
+    rows.append({"number": 9, "commit": "old", "outcome": "hung", "left_over": []})
+    ends = [fine | harm | {"faults": [number]} for number, harm in enumerate(harms)]
+    found = {"rows": rows, "ends": [*ends, fine | {"faults": [9]}], "em_without_faults": {"plain": 0.75}}
+    assert [row["number"] for row in continued(found, "new", questions=32)["rows"]] == [0, 4]
+    assert [row["number"] for row in continued(found, "old", questions=32)["rows"]] == [0, 1, 2, 3, 4, 9]
 
 
 def test_unfinished_files_of_a_run_are_found(tmp_path: Path) -> None:

@@ -100,6 +100,11 @@ class Evaluation:
         return fmean(answer.finished for answer in self.answered)
 
     @property
+    def aborted(self) -> int:
+        """Number of episodes that were cut off at `rollout.episode_timeout_s`."""
+        return sum(answer.trajectory.finish is Finish.ABORTED for answer in self.answered)
+
+    @property
     def by_source(self) -> dict[str, Evaluation]:
         """Source of the task, or else data set -> its part of the evaluation, in order of first appearance."""
         return self._parts(lambda answer: answer.question.set_name)

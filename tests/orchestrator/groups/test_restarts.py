@@ -216,6 +216,9 @@ def test_engine_that_waits_for_a_search_or_generates_is_not_hung() -> None:
     assert beats.note(2, None, 1000) == 10
     assert beats.note(2, EngineActivity(True, {}, 990.0), 1010) == 20, "an answer alone is no progress"
     assert beats.note(2, EngineActivity(True, {}, 991.0), 1020) == 0
+    assert beats.note(1, EngineActivity(False, {}, 3.0), 1010) == 10, "its requests were cut off: it has done nothing"
+    assert beats.note(1, EngineActivity(True, {}, 3.0), 1015) == 15
+    assert beats.note(1, EngineActivity(False, {}, 4.0), 1020) == 0
 
 
 class World(Simulation):
