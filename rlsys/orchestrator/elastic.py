@@ -8,7 +8,7 @@
 An engine whose machine has left the cluster is removed at once, and joins again when it has devices on a machine that lives.
 
 The driver decides about one request at a time, within one turn of its event loop; waits of several requests overlap. The
-last engine that serves never leaves: if it becomes the last one meanwhile, it stays.
+last engine that serves never leaves: if it becomes the last one meanwhile, it waits for one that is started again, or stays.
 """
 
 from __future__ import annotations
