@@ -8,7 +8,7 @@
 An engine whose machine has left the cluster is removed at once, and joins again when it has devices on a machine that lives.
 
 The driver decides about one request at a time, within one turn of its event loop; waits of several requests overlap. The
-last engine that serves never leaves: if it becomes the last one meanwhile, it waits for one that is started again, or stays.
+last engine that serves never leaves: if it becomes the last one meanwhile, it stays.
 """
 
 from __future__ import annotations
@@ -144,27 +144,23 @@ class Elastic:
     async def _end_groups(self, one: Member, until: float, say: Say) -> None:
         """Wait until a leaving engine has no groups and receives no weights, at most to the time `until`.
 
-        If the others have died meanwhile, it waits for one that is started again. Raises RunError, and lets it stay, if none
-        is, or if none serves at the time `until`.
+        Raises RunError, and lets it stay, once no other engine serves.
         """
-        while True:
-            if waits := self._waits_for(one):
-                if self._clock() >= until:
-                    self._require_others(one)
-                    return
-                say(f"engine {one.engine} waits for {waits}")
-                await asyncio.sleep(min(POLL_S, until - self._clock()))
-                continue
-            async with self._supervisor.sync.between_transfers():
-                if not self._waits_for(one):
-                    return
+        while waits := self._waits_for(one):
+            self._require_others(one)
+            if self._clock() >= until:
+                return
+            say(f"engine {one.engine} waits for {waits}")
+            await asyncio.sleep(min(POLL_S, until - self._clock()))
+        async with self._supervisor.sync.between_transfers():
+            self._require_others(one)
 
     def _require_others(self, one: Member) -> None:
         """Let a leaving member stay, and raise RunError, if no other one serves."""
         members = self._engines.members
         if members.holds(one) and not members.remains_without(one):
             self._engines.change(members.stay(one))
-            raise RunError(f"engine {one.engine} stays, because every other engine has died or is leaving.")
+            raise RunError(f"engine {one.engine} stays, because no other engine serves any more.")
 
     def _leaver(self, engine: int | None) -> Member:
         """Return the member that leaves. Raises UserError if it is none, or the last one that stays."""
@@ -185,15 +181,10 @@ class Elastic:
         return one
 
     def _waits_for(self, one: Member) -> str:
-        """Return what a leaving engine waits for; empty if it can be removed. Raises RunError if it must stay."""
-        members = self._engines.members
-        held = members.of_engine.get(one.engine)
+        """Return what a leaving engine waits for; empty if it can be removed."""
+        held = self._engines.members.of_engine.get(one.engine)
         if held is None or held.life != one.life or not held.lives:
             return ""
-        if not members.remains_without(one):
-            if not any(other.standing in (Standing.starting, Standing.joining) for other in members.of_engine.values()):
-                self._require_others(one)
-            return "another engine, which is started again"
         if held.aside:
             return "the end of its evaluation"
         groups = self._pool.groups_on(held)
@@ -313,9 +304,8 @@ class Elastic:
         except (RunError, UserError) as problem:
             supervisor = self._supervisor
             placed = one.engine in supervisor.displaced and await self._ask(partial(self._seats.find, one.engine))
-            if (
-                placed and one.engine in supervisor.displaced
-            ):  # Else its machine has left too, or it was asked to leave.
+            # Else its machine has left too, or it was asked to leave.
+            if placed and one.engine in supervisor.displaced:
                 supervisor.tries_again(one.engine, str(problem).partition("\n")[0])
             if one.engine not in supervisor.displaced:
                 await self._release(one.engine)

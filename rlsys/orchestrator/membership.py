@@ -173,7 +173,7 @@ class Members:
 
     def remains_without(self, one: Member) -> bool:
         """Return True if another member serves, so that `one` may leave."""
-        return any(other.engine != one.engine and other.standing is not Standing.leaving for other in self.living)
+        return any(other.engine != one.engine and other.standing is Standing.serving for other in self.living)
 
     def remove(self, one: Member, returns: bool = False) -> Members:
         """Remove a member that has died, hung or left; with `returns`, its engine joins again in the same event."""

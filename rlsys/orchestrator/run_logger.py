@@ -309,8 +309,8 @@ class RunLogger:
         )
         if evaluation.aborted:
             self.progress.warn(
-                f"{evaluation.aborted} of these {len(evaluation.answered)} answers were cut off at "
-                "rollout.episode_timeout_s, and count as wrong."
+                f"{evaluation.aborted} of these {len(evaluation.answered)} episodes were cut off before their end, such as "
+                "at rollout.episode_timeout_s."
             )
 
     def samples(self, groups: Sequence[Group]) -> None:

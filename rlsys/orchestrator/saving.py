@@ -146,7 +146,9 @@ async def _to_end(function: Callable[..., T], *args: Any) -> T:
     try:
         return await asyncio.shield(work)
     except asyncio.CancelledError:
-        await asyncio.wait({work})
+        while not work.done():
+            with suppress(asyncio.CancelledError):  # It may be cancelled again.
+                await asyncio.wait({work})
         raise
 
 

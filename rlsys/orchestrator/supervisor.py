@@ -36,14 +36,17 @@ class _Beat:
     progress: float | None
     at_s: float
     """Time of the last note."""
-    quiet_s: float = 0.0
+    stalled_s: float = 0.0
+    """Time that it was busy without progress."""
+    silent_s: float = 0.0
+    """Time since its last answer."""
 
 
 class Heartbeats:
-    """Measures how long engines have been busy, or silent, without progress. Pure.
+    """Measures how long engines have been busy without progress, or silent. Pure.
 
-    Waiting for a search is idle. Idle time does not count, but ends nothing either: the episodes of an engine that hangs are
-    cut off at their time limit, and it is idle then.
+    Waiting for a search is idle. Idle time does not count, but does not make up for a stall either: the episodes of an engine
+    that hangs are cut off at their time limit, and it is idle then.
     """
 
     def __init__(self) -> None:
@@ -53,12 +56,14 @@ class Heartbeats:
     def note(self, life: int, activity: EngineActivity | None, now_s: float) -> float:
         """Note what a member reported, None if it did not answer; return the seconds without progress."""
         beat = self._beats.setdefault(life, _Beat(None, now_s))
-        if activity is not None and (activity.progress is None or activity.progress != beat.progress):
-            beat.progress, beat.quiet_s = activity.progress, 0.0
-        elif activity is None or activity.busy:
-            beat.quiet_s += now_s - beat.at_s
-        beat.at_s = now_s
-        return beat.quiet_s
+        beat.silent_s, beat.at_s = beat.silent_s + now_s - beat.at_s, now_s
+        if activity is not None:
+            if activity.progress is None or activity.progress != beat.progress:
+                beat.progress, beat.stalled_s = activity.progress, 0.0
+            elif activity.busy:
+                beat.stalled_s += beat.silent_s
+            beat.silent_s = 0.0
+        return beat.stalled_s + beat.silent_s
 
 
 class Supervisor:

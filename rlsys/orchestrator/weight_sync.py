@@ -38,7 +38,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any, Protocol
 
-from rlsys.cluster.worker_group import Rank, WorkerGroup, together
+from rlsys.cluster.worker_group import Rank, RankSilent, WorkerGroup, together
 from rlsys.config.schema import ClusterConfig, SyncMode
 from rlsys.errors import PeerLost, RunError
 from rlsys.observe import status
@@ -346,7 +346,11 @@ class WeightSync:
             return await sending
         except PeerLost:
             # No call to the sender is pending while its last bucket is received, so its death shows in receivers alone.
-            await route.sender.require_alive(route.limit_s)
+            try:
+                await route.sender.require_alive(route.limit_s)
+            except RankSilent:
+                if route.limit_s is None:  # Else it may be busy with a call of another stage.
+                    raise
             raise
         finally:
             sending.cancel()

@@ -101,7 +101,7 @@ class Evaluation:
 
     @property
     def aborted(self) -> int:
-        """Number of episodes that were cut off at `rollout.episode_timeout_s`."""
+        """Number of episodes that were cut off, such as at `rollout.episode_timeout_s`."""
         return sum(answer.trajectory.finish is Finish.ABORTED for answer in self.answered)
 
     @property

@@ -101,7 +101,7 @@ class MembersAndRouter(RuleBasedStateMachine):
     @rule(data=st.data())
     def leave(self, data: Any) -> None:
         member, life = self.pick(data, "starting", "joining", *ADMITTED)
-        others = [one for one in self.lives if one is not life and one.standing in ("serving", "suspect")]
+        others = [one for one in self.lives if one is not life and one.standing == "serving"]
         assert self.members.remains_without(member) is bool(others)
         if life.standing in ADMITTED:
             life.standing = "leaving"

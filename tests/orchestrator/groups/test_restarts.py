@@ -219,6 +219,9 @@ def test_engine_that_waits_for_a_search_or_generates_is_not_hung() -> None:
     assert beats.note(1, EngineActivity(False, {}, 3.0), 1010) == 10, "its requests were cut off: it has done nothing"
     assert beats.note(1, EngineActivity(True, {}, 3.0), 1015) == 15
     assert beats.note(1, EngineActivity(False, {}, 4.0), 1020) == 0
+    for second in range(1030, 2000, 10):
+        silent = beats.note(1, None if second % 20 else EngineActivity(False, {}, 4.0), second)
+        assert silent == (10 if second % 20 else 0), "answers of an idle engine that are lost do not add up"
 
 
 class World(Simulation):
