@@ -67,13 +67,11 @@ def continued(found: Mapping[str, Any], commit: str, questions: int) -> dict[str
     only, and so do all faults of a complete run that lost or left something, or whose exact match is outside of noise.
     """
     without = found["em_without_faults"]
-
-    def as_it_must_be(end: Mapping[str, Any]) -> bool:
-        known = end["em"] is not None and end["setup"] in without
-        outside = known and not within_noise(end["em"], without[end["setup"]], questions)
-        return not (end["lost"] or end["left_over"] or outside)
-
-    ends = [end for end in found["ends"] if end["commit"] == commit or as_it_must_be(end)]
+    ends = [
+        end
+        for end in found["ends"]
+        if end["commit"] == commit or not (end["lost"] or end["left_over"] or outside_noise(end, without, questions))
+    ]
     judged = {number for end in ends for number in end["faults"]}
     rows = [row for row in found["rows"] if (row["commit"] == commit if is_wrong(row) else row["number"] in judged)]
     return {**found, "rows": rows, "ends": ends}
@@ -153,6 +151,12 @@ def within_noise(em: float, without_faults: float, questions: int) -> bool:
     return abs(em - without_faults) <= 3 * math.sqrt(2 * share * (1 - share) / questions)
 
 
+def outside_noise(end: Mapping[str, Any], without_faults: Mapping[str, float], questions: int) -> bool:
+    """Return True if the exact match of a complete run is known, and further than noise from one without faults."""
+    known = end["em"] is not None and end["setup"] in without_faults
+    return known and not within_noise(end["em"], without_faults[end["setup"]], questions)
+
+
 def summary(
     rows: Sequence[dict[str, Any]],
     ends: Sequence[dict[str, Any]],
@@ -167,7 +171,6 @@ def summary(
     """
     outcomes = Counter(row["outcome"] for row in rows)
     times = [row["seconds"] for row in rows if row["outcome"] == RECOVERED]
-    measured = [end for end in ends if end["em"] is not None and end["setup"] in em_without_faults]
     p50, p99 = (float(np.quantile(times, share)) if times else None for share in (0.5, 0.99))
     return {
         "kills": len(rows),
@@ -180,9 +183,7 @@ def summary(
         "lost": sum(len(end["lost"]) for end in ends),
         "left_over": sum(len(row["left_over"]) for row in rows) + sum(len(end["left_over"]) for end in ends),
         "complete_runs": len(ends),
-        "em_outside_noise": sum(
-            not within_noise(end["em"], em_without_faults[end["setup"]], questions) for end in measured
-        ),
+        "em_outside_noise": sum(outside_noise(end, em_without_faults, questions) for end in ends),
         "recovery_p50_s": p50,
         "recovery_p99_s": p99,
     }

@@ -4,6 +4,7 @@ import asyncio
 import gc
 import io
 import json
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -16,7 +17,7 @@ from rich.console import Console
 
 from rlsys.config.algorithm import AlgorithmConfig
 from rlsys.config.schema import GuardsConfig, RunConfig, TrackingConfig
-from rlsys.data.trajectory import Group
+from rlsys.data.trajectory import Finish, Group
 from rlsys.observe.environment import read_launches
 from rlsys.observe.faults import FaultKind, Outcome
 from rlsys.observe.guards import Alarm
@@ -115,6 +116,16 @@ def test_times_of_a_step_by_hand(tmp_path: Path) -> None:
 def evaluation(step: int, em: float) -> Evaluation:
     scores = scores_of("yes" if em else "no", ("yes",))
     return Evaluation(step, (Answered(question(1), trajectory(), scores),))
+
+
+def test_episodes_of_an_evaluation_that_were_cut_off_are_counted_in_a_warning(tmp_path: Path) -> None:
+    run = RecordedRun(tmp_path)
+    (answer,) = evaluation(1, 0.0).answered
+    cut = replace(answer, trajectory=replace(answer.trajectory, finish=Finish.ABORTED))
+    run.record.evaluation(Evaluation(1, (answer, answer)))
+    run.record.evaluation(Evaluation(2, (answer, cut, cut)))
+    (warning,) = [line for line in run.printed.getvalue().splitlines() if line.startswith("Warning")]
+    assert re.findall(r"\d+", warning) == ["2", "3"]
 
 
 def content(folder: Path) -> list[list[Any]]:

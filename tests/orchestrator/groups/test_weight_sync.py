@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from rlsys.cluster.worker_group import RankDied
+from rlsys.cluster.worker_group import RankDied, RankSilent
 from rlsys.config.schema import ClusterConfig, Device, ParallelConfig, SyncMode
 from rlsys.errors import PeerLost, RunError
 from rlsys.observe.spans import Tracer
@@ -36,7 +36,7 @@ class Actor:
     ranks: list[Any] = field(default_factory=lambda: [SimpleNamespace(name="actor rank 0")])
     left: int = 0
     specs: list[TransportSpec] = field(default_factory=list)
-    death: RankDied | None = None
+    death: RankDied | RankSilent | None = None
 
     driver_host = "127.0.0.1"
 
@@ -144,6 +144,18 @@ async def test_sender_that_dies_while_its_last_bucket_is_received_is_named(event
     with pytest.raises(RankDied) as caught:
         await sync.push(1)
     assert caught.value is actor.death, "the run goes back to its last checkpoint"
+
+
+@pytest.mark.parametrize("alone", [False, True])
+async def test_a_silent_sender_is_blamed_unless_it_may_be_busy_with_a_step(
+    alone: bool, events: list[str], tmp_path: Path
+) -> None:
+    """As in a catch-up, which does not wait for the stages of a step."""
+    sync, actor, rollout, _ = make(events, tmp_path)
+    await sync.send(1)
+    actor.death, rollout.loses_peer_at = RankSilent("it is late", 0, "actor rank 0"), actor.buckets
+    with pytest.raises(PeerLost if alone else RankSilent):
+        await (sync.catch_up(rollout) if alone else sync.push(2))
 
 
 async def test_transfer_waits_for_the_previous_switch(events: list[str], tmp_path: Path) -> None:
