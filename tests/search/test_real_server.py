@@ -1,6 +1,7 @@
 """Tests of a real index in a real server process, against brute force and over a cassette."""
 
 import asyncio
+import ssl
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -52,6 +53,11 @@ def test_passages_and_scores_equal_brute_force(
         np.testing.assert_allclose([hit["score"] for hit in line], np.sort(scores)[::-1][:5], atol=TOLERANCE)
     (plain,) = post(server, queries=queries[:1], topk=None, return_scores=False)
     require_best(plain, passages, brute_force[0][0], 3)  # the topk that the server was started with
+
+
+def test_a_health_check_loads_no_certificates(server: SearchServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(ssl, "create_default_context")  # takes 30 ms of CPU, and a run checks every second
+    assert server.is_healthy(30)
 
 
 async def test_recorded_searches_are_replayed_without_the_server(
