@@ -304,7 +304,7 @@ class Retokenized(Context):
         prompt_length = sum(start < len(self._prompt) for start, _ in encoded.spans)
         tokens = list(encoded.ids)
         eos = _sampled_eos(self._codec, self._turns) if self._whole else None
-        if eos is not None:
+        if eos is not None and self._ranges[-1][1] == len(self._text):  # Text after it would be its context.
             tokens.append(eos)
             owners.append(len(self._turns) - 1)
         response = self._text[len(self._prompt) :]

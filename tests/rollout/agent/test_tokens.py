@@ -50,7 +50,7 @@ def episodes(draw: st.DrawFn) -> list[Said]:
         rises = draw(st.lists(st.sampled_from([0, 0, 0, 1, 2]), min_size=len(output), max_size=len(output)))
         versions = [version := version + rise for rise in rises]
         said.append(Said(output, versions, draw(st.one_of(TEXTS, st.just("")))))
-    return [*said[:-1], said[-1]._replace(observation="")]
+    return said
 
 
 def hashed(prefix: Sequence[int]) -> float:
@@ -183,6 +183,17 @@ def test_added_eos_is_trained_and_a_sampled_one_is_not_doubled(mode: TokenMode) 
     assert (added.turn_of_token[-1], sampled.turn_of_token[-1]) == (0, 0)
     assert np.isnan(added.rollout_logprobs[-1])
     assert sampled.rollout_logprobs[-1] == np.float32(hashed(sampled.tokens.tolist()))
+
+
+@pytest.mark.parametrize("mode", TokenMode)
+def test_an_observation_after_the_last_turn_is_not_trained(mode: TokenMode) -> None:
+    """An episode may end after an observation, such as at its time limit; its last turn may have sampled an EOS."""
+    output = [*CODEC.encode("hm"), CODEC.eos_id]
+    record, _ = play(mode, "x", [Said(output, [7] * len(output), " again")], eos=True)
+    trained = record.tokens[record.loss_mask].tolist()
+    assert trained == (output if mode is TokenMode.append else output[:-1])
+    assert CODEC.decode(record.tokens.tolist()).endswith(" again")
+    assert not np.isnan(record.rollout_logprobs[record.loss_mask]).any(), "as sampled"
 
 
 def test_append_cuts_after_the_token_that_completes_the_tag() -> None:
