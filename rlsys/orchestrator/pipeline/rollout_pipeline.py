@@ -73,7 +73,6 @@ class GroupLost(RunError):
 
     def __init__(self, uid: str, reason: LostReason, detail: str) -> None:
         super().__init__(f"the prompt group of question {uid} is lost ({reason}): {detail}.")
-        self.uid = uid
         self.reason = reason
 
 
@@ -320,10 +319,11 @@ class RolloutPipeline:
             if prompt_group.stage is GroupStage.rolling:
                 self._to_resume[prompt_group] = state.progress.get(prompt_group.number, ())
         self._rewarded.update((prompt_groups[number], group) for number, group in state.rewarded.items())
-        self._scored = [
+        # Under another schedule than that of the state, the priorities have another order.
+        self._scored = sorted(
             _Scored(self.scheduler.priority(prompt_groups[number]), prompt_groups[number], group)
             for number, group in state.scored.items()
-        ]
+        )
 
     async def _roll_all(self, tasks: asyncio.TaskGroup) -> None:
         while True:

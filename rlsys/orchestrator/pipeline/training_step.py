@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from functools import partial
 from math import floor, inf
 from typing import Protocol
@@ -64,7 +65,8 @@ class MiniBatches:
 
 def make_scheduler(config: RunConfig) -> StalenessScheduler:
     curation, groups = config.algorithm.curation, config.trainer.prompts_per_step
-    replaced = floor(curation.max_replaced * groups) if curation.drop_no_spread else 0
+    # Exact decimal: 0.29 x 100 groups are 29; the product of floats is less.
+    replaced = floor(Fraction(str(curation.max_replaced)) * groups) if curation.drop_no_spread else 0
     return StalenessScheduler(
         groups,
         max_staleness(config),

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from rlsys.apps.planner.virtual_time import run_virtually
 from rlsys.weights.checkpoint.state_file import load_values, save_values
 from tests.orchestrator.pipeline.planted import PLANTED_IN_RESUMING
 from tests.orchestrator.pipeline.simulation import Parts, Simulation, State, breach_of, simulate_lives
@@ -58,3 +59,19 @@ def test_resumed_run_has_the_state_that_was_saved(tmp_path: Path) -> None:
             }
             seen |= {name for name, value in found.items() if value}
     assert seen == {"losses", "progress", "rewarded", "scored", "rolling", "ready", "replaced", "given_back"}
+
+
+def test_scored_groups_are_taken_in_the_order_of_the_schedule_that_resumes() -> None:
+    """A state under another schedule has them in another order."""
+    taken = 0
+    for seed in range(50):
+        for life in simulate_lives(seed)[:-1]:
+            assert life.saved is not None
+            pipeline = life.saved.state.pipeline
+            if len(pipeline.scored) > 1:
+                other = replace(pipeline, scored=dict(reversed(pipeline.scored.items())))
+                saved = replace(life.saved, state=replace(life.saved.state, pipeline=other))
+                (first,) = run_virtually(Simulation(life.script, Parts(), saved).pipeline.take(1))
+                assert same(first, next(iter(pipeline.scored.values())))
+                taken += 1
+    assert taken

@@ -11,15 +11,17 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
-from rlsys.config.algorithm import AlgorithmConfig, GaeAdvantage
+from rlsys.config.algorithm import AlgorithmConfig, CurationConfig, GaeAdvantage
 from rlsys.config.schema import CriticConfig, RunConfig, TrainerConfig
 from rlsys.data.trajectory import Floats, Group, Sample
 from rlsys.orchestrator.pipeline.rollout_pipeline import RolloutPipeline
-from rlsys.orchestrator.pipeline.training_step import MiniBatches, learn, learning, mini_batches
+from rlsys.orchestrator.pipeline.scheduler import DropReason
+from rlsys.orchestrator.pipeline.training_step import MiniBatches, learn, learning, make_scheduler, mini_batches
 from tests.support.trajectories import question, rewarded, trajectory
 
 Event = tuple[str, int]
@@ -142,3 +144,15 @@ def test_critic_learns_alone_during_its_warm_up() -> None:
     config = RunConfig(algorithm=AlgorithmConfig(advantage=GaeAdvantage(whiten=False)), critic=critic)
     assert [learning(config, step) for step in (2, 3)] == [("critic",), ("actor", "critic")]
     assert learning(RunConfig(critic=critic), 1) == ("actor",)
+
+
+@pytest.mark.parametrize(("groups", "share", "most"), [(100, 0.29, 29), (50, 0.58, 29), (100, 1.15, 115), (3, 0.5, 1)])
+def test_groups_without_spread_are_replaced_up_to_the_exact_share(groups: int, share: float, most: int) -> None:
+    curation = CurationConfig(drop_no_spread=True, max_replaced=share)
+    config = RunConfig(trainer=TrainerConfig(prompts_per_step=groups), algorithm=AlgorithmConfig(curation=curation))
+    scheduler = make_scheduler(config)
+    for number in range(groups + most):
+        group = scheduler.admit(question(number))
+        if reason := scheduler.finish_rolling(group, 0, has_spread=False):
+            scheduler.drop(group, reason)
+    assert scheduler.dropped == {DropReason.no_spread: most}
