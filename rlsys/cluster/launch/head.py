@@ -358,7 +358,9 @@ class NodeAgent:
 
         Raises UserError if the port is taken, RunError if it dies or is not healthy within `timeout_s`.
         """
-        self._server = SearchServer(index, self._folder / "search.log", **settings)
+        # Ray limits its actors, and so their children, to one thread.
+        threads = settings["threads"] or len(os.sched_getaffinity(0))
+        self._server = SearchServer(index, self._folder / "search.log", **{**settings, "threads": threads})
         self._server.wait_healthy(timeout_s)
         return self._server.url
 

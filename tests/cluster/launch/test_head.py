@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import socket
 from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager, closing
@@ -159,6 +160,16 @@ def test_end_is_written_before_the_search_server_is_closed(tmp_path: Path) -> No
     agent.close(3, "it is over")
     assert [json.loads(text) for text in told] == [{"status": 3, "sentence": "it is over"}]
     assert not list((tmp_path / "ray").glob("rlsys-node-*"))
+
+
+@pytest.mark.parametrize(("given", "threads"), [(None, len(os.sched_getaffinity(0))), (3, 3)])
+def test_a_search_server_uses_all_cores_although_ray_limits_its_parent(
+    monkeypatch: pytest.MonkeyPatch, given: int | None, threads: int
+) -> None:
+    server = Mock()
+    monkeypatch.setattr(head, "SearchServer", server)
+    NodeAgent().serve("index", {"threads": given, "port": 8000}, 1)
+    assert server.call_args.kwargs == {"threads": threads, "port": 8000}
 
 
 def test_machine_reports_its_findings_except_search_and_questions(
