@@ -79,10 +79,6 @@ _DISK: Mapping[int, tuple[Code | None, str]] = {
 """Error number of a disk error -> code and fix."""
 
 
-def disk_code(problem: OSError) -> Code | None:
-    return _DISK.get(problem.errno or 0, (None, ""))[0]
-
-
 def disk_error(problem: OSError, place: object) -> RunError:
     """Return the error to show for `problem` at the file or folder `place`: one sentence with the fix, and a code."""
     code, fix = _DISK.get(problem.errno or 0, (None, "check this path"))
@@ -119,6 +115,11 @@ def without_code(text: str) -> tuple[str, Code | None]:
     sentence, _, last = text.rstrip().rpartition(" [")
     code = next((code for code in get_args(Code) if last == f"{code}]"), None)
     return (text.rstrip(), None) if code is None else (sentence, code)
+
+
+def first_line(problem: object) -> str:
+    """Return the first line of an error's message without its full stop, or the error's type if it has no message."""
+    return next(iter(str(problem).strip().splitlines()), type(problem).__name__).rstrip(".")
 
 
 def in_one(problems: Sequence[UserError | RunError], *more: str) -> UserError:

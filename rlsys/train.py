@@ -31,6 +31,7 @@ from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any
 
+from rlsys.config.derived import due
 from rlsys.config.schema import GuardAction, RunConfig
 from rlsys.errors import RunError
 from rlsys.observe import status
@@ -128,8 +129,3 @@ async def evaluate(run: Run, step: int) -> None:
 def collapsed(alarm: Alarm, checkpoint: Path | None) -> RunError:
     """Return the error that ends a collapsing run; the caller raises it after `checkpoint` has been written."""
     return RunError(f"{alarm} guards.action=stop ended the run; its last checkpoint is {checkpoint}.")
-
-
-def due(step: int, interval: int) -> bool:
-    """Return True if an action with this interval, in steps, is due after `step`; interval 0 means never."""
-    return interval > 0 and step % interval == 0

@@ -12,7 +12,7 @@ import pytest
 
 import rlsys
 import rlsys.apps.api
-from rlsys.errors import Code, RunError, UserError, code_of, root_cause
+from rlsys.errors import Code, RunError, UserError, code_of, first_line, root_cause
 from tests.support.paths import PROJECT
 
 CODE = """
@@ -129,3 +129,10 @@ def test_only_an_error_that_no_other_call_raises_needs_no_file_to_be_one_of_a_di
     """A signal to the process of another user raises EPERM."""
     error = OSError(number, os.strerror(number))
     assert (root_cause(error) is error) == (number == errno.EPERM)
+
+
+@pytest.mark.parametrize(
+    ("said", "expected"), [("a.\nb.", "a"), ("\n a b\n", "a b"), ("", "ValueError"), (" \n", "ValueError")]
+)
+def test_the_first_line_of_an_error_is_never_empty(said: str, expected: str) -> None:
+    assert first_line(ValueError(said)) == expected

@@ -52,7 +52,7 @@ from rlsys.config.schema import (
     variant,
     variants,
 )
-from rlsys.errors import Code, UserError
+from rlsys.errors import Code, UserError, first_line
 
 PROJECT_CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 _TRANSLATED = "rlsys_translated"
@@ -417,19 +417,15 @@ def _in_words(problem: Exception, file: Path) -> UserError:
         given = cause.override.lstrip("+")
         sentence = f'"{given}" cannot be read as KEY=VALUE: put a value with special characters in quotes.'
         return UserError(sentence, code="malformed", key=given)
-    text = _first_line(getattr(cause, "msg", None) or cause)
+    text = first_line(getattr(cause, "msg", None) or cause)
     key = getattr(cause, "full_key", None)
     if not key:
-        place = _first_line(problem) + " " if cause is not problem else ""
+        place = first_line(problem) + " " if cause is not problem else ""
         text = f"{place}{text}".replace(" ++", " ")  # `_opened` added the "++".
         sentence = f"{text}; see docs/configuration.md and the folders of configs/ for the choices."
         code: Code = "not_found" if isinstance(cause, MissingConfigException) else "malformed"
         return UserError(sentence, code=code, key=str(file))
     return UserError(f"{key}: {text}; see docs/configuration.md.", code="malformed", key=str(key))
-
-
-def _first_line(message: object) -> str:
-    return str(message).strip().splitlines()[0].rstrip(".")
 
 
 @dataclass(frozen=True, slots=True)

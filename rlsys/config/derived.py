@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from itertools import pairwise
+from math import ceil
 from typing import NamedTuple
 
 from rlsys.config.algorithm import (
@@ -84,6 +85,20 @@ def concurrent_episodes(task: TaskConfig, rollout: RolloutConfig) -> int:
     """Return the number of episodes that an engine runs at a time; any more would wait on it for their turn."""
     agent = task.agent
     return min(rollout.max_episodes, agent.concurrency) if isinstance(agent, GatewayAgent) else rollout.max_episodes
+
+
+def due(step: int, interval: int) -> bool:
+    """Return True if an action with this interval, in steps, is due after `step`; interval 0 means never."""
+    return interval > 0 and step % interval == 0
+
+
+def longest_group_s(config: RunConfig) -> float:
+    """Return the longest time in seconds that an engine may take for a prompt group.
+
+    It has `episode_timeout_s` for each round of the group's episodes.
+    """
+    rounds = ceil(config.algorithm.n_samples / concurrent_episodes(config.task, config.rollout))
+    return config.rollout.episode_timeout_s * rounds
 
 
 def stage_limits(cluster: ClusterConfig) -> dict[str, float]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import re
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from rlsys.config.algorithm import (
     SIBLINGS,
@@ -47,6 +47,14 @@ from rlsys.errors import UserError
 def conflict(sentence: str) -> UserError:
     """Return the error of settings that do not fit each other, whose `sentence` begins with its key."""
     return UserError(sentence, code="conflict", key=re.split(r"[^\w.]", sentence, maxsplit=1)[0])
+
+
+def refused(check: Callable[[], object], key: str | None = None) -> Iterator[UserError]:
+    """Yield the UserError of `check`; `key` replaces its key."""
+    try:
+        check()
+    except UserError as problem:
+        yield UserError(str(problem), code=problem.code, key=key or problem.key)
 
 
 def token_of(key: str, variable: str | None) -> str | None:

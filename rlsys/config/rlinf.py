@@ -28,7 +28,7 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from rlsys.errors import UserError
+from rlsys.errors import UserError, first_line
 
 WHOLE_VOCABULARY = 1_000_000
 """RLinf's `top_k` for no limit; above the size of any vocabulary."""
@@ -222,7 +222,7 @@ def _read(file: Path, overrides: Sequence[str]) -> dict[str, Any]:
             OmegaConf.update(tree, key, OmegaConf.from_dotlist([f"value={text}"]).value, merge=False, force_add=True)
         container = OmegaConf.to_container(tree, resolve=True)
     except (OmegaConfBaseException, yaml.YAMLError, TypeError) as problem:
-        sentence = f"{file}: {str(problem).splitlines()[0].rstrip('.')}: correct the value."
+        sentence = f"{file}: {first_line(problem)}: correct the value."
         raise UserError(sentence, code="malformed", key=str(file)) from problem
     finally:
         for name in _RESOLVERS:

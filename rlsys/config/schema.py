@@ -626,8 +626,9 @@ class ClusterConfig:
     call_timeout_s: Seconds = 1800.0
     """Time limit of one call to a worker. On expiry, an engine that does not answer a ping either is dead. After a
     Megatron process the run goes back to its last checkpoint. In all other cases it ends and names the workers. With the
-    async schedule, the limit must exceed `rollout.episode_timeout_s` if an update waits for episodes
-    (`on_update=finish`) or for their turns (an engine that cannot continue them)."""
+    async schedule, the limit must exceed `rollout.episode_timeout_s` if an update waits for episodes (`on_update=finish`;
+    for each round, if an engine cannot run all episodes of a group at a time) or for their turns (an engine that cannot
+    continue them)."""
     stage_timeout_s: StageTimeouts = field(default_factory=StageTimeouts)
     sync_mode: SyncMode = SyncMode.tensor
     sync_bucket_bytes: Annotated[Count, Unit("bytes")] = 2 * 1024**3

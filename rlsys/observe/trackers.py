@@ -25,7 +25,7 @@ from typing import Any, Protocol
 from rlsys.config.custom import OwnComponent
 from rlsys.config.schema import CustomMetric, CustomTracker, TrackingConfig, WandbMode
 from rlsys.data.trajectory import Group
-from rlsys.errors import RunError, UserError
+from rlsys.errors import RunError, UserError, first_line
 from rlsys.observe.metrics import Metric
 from rlsys.observe.records import METRICS, LineLog
 
@@ -217,7 +217,7 @@ class OwnMetrics:
                 found |= {f"{name}/{key}".rstrip("/"): float(part) for key, part in parts.items()}
             except Exception as problem:  # noqa: BLE001 - the result is third-party code too
                 del self._functions[name]
-                logger.warning("The metric %s failed (%s); the run continues without it.", name, _reason(problem))
+                logger.warning("The metric %s failed (%s); the run continues without it.", name, first_line(problem))
         return found
 
 
@@ -272,7 +272,7 @@ class Trackers:
             yield
         except Exception as error:  # noqa: BLE001 - third-party code may raise anything
             self.others.pop(name, None)
-            logger.warning("%s %s (%s); the run continues without it.", _NAMES.get(name, name), what, _reason(error))
+            logger.warning("%s %s (%s); the run continues without it.", _NAMES.get(name, name), what, first_line(error))
 
 
 def open_trackers(
@@ -288,11 +288,6 @@ def open_trackers(
         name = own.kind if own.kind not in others else f"{own.kind}[{number}]"
         others[name] = partial(OwnTracker, own, run_dir)
     return Trackers(LineLog(run_dir / METRICS, resumed.metrics_bytes if resumed else None), others)
-
-
-def _reason(error: Exception) -> str:
-    """Return the first line of an error's message, or its type if it has none."""
-    return next(iter(str(error).splitlines()), type(error).__name__)
 
 
 def _is_local(part: Path) -> bool:

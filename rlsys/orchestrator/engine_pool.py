@@ -63,7 +63,7 @@ ENGINE_METRICS = (
     Metric(
         "rollout/lost_groups",
         "groups",
-        "groups given up for now; the prompt is tried again, at most twice (`MAX_LOSSES` is 3)",
+        "groups given up; the prompt is tried again, after three losses (`MAX_LOSSES`) only once in each later epoch",
     ),
     Metric("rollout/timed_out_groups", "groups", "lost groups that a living engine did not finish in time"),
     Metric("engine/<engine>/tokens_per_s", "tokens/s", "tokens of one engine per second in which it generates"),

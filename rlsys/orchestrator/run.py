@@ -27,7 +27,7 @@ from rlsys.cluster.local_ray import ray_processes
 from rlsys.cluster.planning.placement import launch_problems
 from rlsys.cluster.runtime import RayWatch, answer
 from rlsys.cluster.worker_group import RankDied, RankLost, WorkerGroup
-from rlsys.config.derived import max_staleness, moves_reference, scores_with_policy, train_files
+from rlsys.config.derived import due, max_staleness, moves_reference, scores_with_policy, train_files
 from rlsys.config.problems import algorithm_notes
 from rlsys.config.schema import LoraSync, Mode, Packing, RunConfig
 from rlsys.data.prompt_source import PromptSource, training_questions
@@ -127,7 +127,7 @@ METRIC_TABLES: Mapping[str, Sequence[Metric]] = {
 """Heading in docs/metrics.md -> its metrics; without those of the user."""
 
 POLL_S = 1.0
-"""Shortest interval at which `watch_engines` polls the engines."""
+"""Shortest interval at which the engines are polled."""
 _KEEPS = "waits for trajectories to be written"
 
 
@@ -222,13 +222,9 @@ class Run:
         """
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self.search.watch())
-            tasks.create_task(self.watch_engines())
+            tasks.create_task(self.supervisor.run(POLL_S, self.pipeline.show_rollouts))
             tasks.create_task(self.elastic.run())
             tasks.create_task(self.watch_progress())
-
-    async def watch_engines(self) -> None:
-        """Restart engines that die or hang, and refresh the rollout status at each poll of them, until cancelled."""
-        await self.supervisor.run(POLL_S, self.pipeline.show_rollouts)
 
     async def watch_progress(self) -> None:
         """Wait until nothing progresses for longer than any single wait may take; then raise RunError. Never returns."""
@@ -236,7 +232,8 @@ class Run:
         workers = [group.workers for group in (groups.engines, groups.inference, *groups.trained.values()) if group]
 
         def progress() -> tuple[float, ...]:
-            finished = sum(group.finished for group in workers) + (self.teacher.finished if self.teacher else 0)
+            finished = sum(group.finished for group in workers) + self.rewards.finished
+            finished += self.teacher.finished if self.teacher else 0
             begun = groups.engines.engines.members.born  # A start that fails is followed by another one.
             return (finished, begun, *self.pipeline.progress, *self.log.faults.metrics().values())
 
@@ -678,7 +675,13 @@ def _saver(config: RunConfig, run_dir: Path, log: RunLogger, devices: OffloadMan
     keep = RetentionPolicy(settings.keep_last, settings.keep_every, settings.keep_best)
     newest = origin.checkpoint.folder if origin else None
     store = CheckpointStore(run_dir / CHECKPOINTS)
-    return Saver(store, keep, log.em_of, devices.onload, settings.background, newest)
+    saver = Saver(store, keep, log.em_of, devices.onload, settings.background, newest)
+    if origin and settings.keep_best:  # An evaluation is cut off when a run ends or goes back.
+        for step in (one.step for one in store.saved() if one.step < origin.state.step):
+            if due(step, config.eval.interval) and log.em_of(step) is None:
+                log.progress.warn(f"the checkpoint of step {step} has no evaluation: it may be the best, and is kept.")
+                saver.awaited.add(step)
+    return saver
 
 
 def _sharder(

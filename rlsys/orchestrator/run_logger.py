@@ -42,6 +42,7 @@ from rlsys.observe.records import (
     LineLog,
     TimelineRow,
     read_metrics,
+    read_object,
     read_timeline_row,
     timeline_row,
 )
@@ -202,13 +203,16 @@ class RunLogger:
             self._guards.restore(history.guards)
             self._trace = f"trace_after_step_{history.step}.json"
             _forget_evaluations(run_dir, history.step)
+            self._evaluations = _kept_evaluations(run_dir, progress.warn) | self._evaluations
+            if self._evaluations:
+                progress.update(em=self._evaluations[max(self._evaluations)]["em"])
             remove_trajectories_after(run_dir, history.step)
         record_launch(run_dir, history.step if history else 0)
         # A summary from before the resume is outdated; a new summary is written at the end.
         (run_dir / SUMMARY).unlink(missing_ok=True)
         resolved = as_dict(config)
         write_atomically(run_dir / "config.yaml", OmegaConf.to_yaml(OmegaConf.create(resolved)))
-        resumed = _resumed(run_dir, history) if history else None
+        resumed = _resumed(run_dir, history, self._evaluations) if history else None
         self._trackers = open_trackers(config.tracking, run_dir, resolved, resumed)
 
     def history(self, step: int) -> History:
@@ -440,7 +444,7 @@ def update_metrics(updates: Sequence[Mapping[str, float]]) -> dict[str, float]:
     return joined
 
 
-def _resumed(run_dir: Path, history: History) -> ResumePoint:
+def _resumed(run_dir: Path, history: History, evaluations: Mapping[int, Mapping[str, Any]]) -> ResumePoint:
     """Return the point from which trackers continue. Its logged evaluations follow the row of their step."""
     file = run_dir / METRICS
     rows = [row for row in (read_metrics(file) if file.is_file() else []) if row["step"] <= history.step]
@@ -450,7 +454,7 @@ def _resumed(run_dir: Path, history: History) -> ResumePoint:
         LoggedRow(row["step"], {key: row[key] for key in row if key not in ("step", "time")}, row["time"])
         for row in rows
     ]
-    for row in history.evaluations:
+    for row in evaluations.values():
         metrics = {f"eval/{name}": value for name, value in row["figures"].items()}
         logged.append(LoggedRow(row["step"], metrics, times.get(row["step"], begun)))
     logged.sort(key=lambda entry: entry.step)
@@ -464,3 +468,17 @@ def _forget_evaluations(run_dir: Path, step: int) -> None:
         found = EVALUATED.fullmatch(path.name)
         if found and int(found[1]) > step:
             path.unlink()
+
+
+def _kept_evaluations(run_dir: Path, warn: Callable[[str], None]) -> dict[int, Mapping[str, Any]]:
+    """Return step -> row of the policy's evaluations on disk; one may have ended after the checkpoint of a later step."""
+    kept: dict[int, Mapping[str, Any]] = {}
+    for file in (run_dir / EVALUATIONS).glob("step_*.json"):
+        if (name := EVALUATED.fullmatch(file.name)) is None:
+            continue
+        row = read_object(file.read_bytes())
+        if row is not None and row.get("step") == int(name[1]) and row.keys() >= {"em", "figures"}:
+            kept[row["step"]] = row
+        else:
+            warn(f"{file} is no evaluation of its step, and is left out.")
+    return kept

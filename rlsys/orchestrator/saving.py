@@ -69,7 +69,8 @@ class Saver:
         self.newest = newest
         """Last published checkpoint."""
         self.awaited: set[int] = set()
-        """Steps still being evaluated; pruning keeps their checkpoints, because one of them may be the best."""
+        """Steps still being evaluated, or whose evaluation was cut off before a resume; pruning keeps their checkpoints,
+        because one of them may be the best."""
         self._pending: _PendingSave | None = None
         self._finishing = asyncio.Lock()
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
@@ -35,6 +35,7 @@ from rlsys.config.derived import (
     has_critic,
     heldout_files,
     kl_topk_tokens,
+    longest_group_s,
     max_staleness,
     max_wait,
     megatron_groups,
@@ -47,7 +48,7 @@ from rlsys.config.derived import (
     task_of,
     train_files,
 )
-from rlsys.config.problems import algorithm_problems, conflict, token_of
+from rlsys.config.problems import algorithm_problems, conflict, refused, token_of
 from rlsys.config.schema import (
     ActorConfig,
     AdamwConfig,
@@ -71,7 +72,7 @@ from rlsys.config.schema import (
     free_maps,
     schema_keys,
 )
-from rlsys.errors import UserError, in_one
+from rlsys.errors import UserError, first_line, in_one
 from rlsys.observe.trackers import OwnMetrics
 from rlsys.orchestrator.pipeline.schedule_policy import make_policy
 from rlsys.orchestrator.rewards.reward import check_source_terms, check_terms, check_weights
@@ -127,14 +128,6 @@ def _all_but_memory(config: RunConfig) -> Iterator[UserError]:
     yield from _layout(config)
 
 
-def _refused(check: Callable[[], object], key: str | None = None) -> Iterator[UserError]:
-    """Yield the UserError of `check`; `key` replaces its key."""
-    try:
-        check()
-    except UserError as problem:
-        yield UserError(str(problem), code=problem.code, key=key or problem.key)
-
-
 def _layout(config: RunConfig) -> Iterator[UserError]:
     """Yield problems of placement and model; stops at a placement or model that cannot be read."""
     try:
@@ -157,7 +150,7 @@ def _layout(config: RunConfig) -> Iterator[UserError]:
         return
     yield from _sinks(config, architecture)
     if config.model.lora.rank > 0:
-        yield from _refused(lambda: adapter_rules(architecture, config.model.lora))
+        yield from refused(lambda: adapter_rules(architecture, config.model.lora))
     elif config.model.lora.sync is LoraSync.adapters:
         yield conflict(
             "model.lora.sync=adapters sends adapters alone, but with model.lora.rank=0 the whole model is trained: set "
@@ -272,7 +265,7 @@ def _teacher_server(config: RunConfig) -> Iterator[UserError]:
     if settings.api is TeacherApi.openai and not settings.served_model.strip():
         sentence = f"{key}.served_model is empty, and {key}.api=openai names the model in requests: give its name."
         yield UserError(sentence, code="missing", key=f"{key}.served_model")
-    yield from _refused(lambda: token_of(f"{key}.token_env", settings.token_env))
+    yield from refused(lambda: token_of(f"{key}.token_env", settings.token_env))
 
 
 def tokens_differ(policy: str, teacher: str) -> str | None:
@@ -308,7 +301,7 @@ def _tokens(folder: str) -> dict[int, str]:
         ) from problem
     except Exception as problem:  # The package `tokenizers` raises no other class.
         raise UserError(
-            f"{file} is no tokenizer ({str(problem).strip().splitlines()[0]}): copy it again.",
+            f"{file} is no tokenizer ({first_line(problem)}): copy it again.",
             code="malformed",
             key=str(file),
         ) from problem
@@ -391,10 +384,7 @@ def _optimizers(config: RunConfig) -> Iterator[UserError]:
                 f"{key}.kind=muon orthogonalises the updates of whole matrices, but with model.lora.rank="
                 f"{config.model.lora.rank} the actor trains only factors of them: set it to adamw, or the rank to 0."
             )
-        try:
-            state_bytes(optimizer)
-        except UserError as problem:
-            yield problem
+        yield from refused(partial(state_bytes, optimizer))
 
 
 def _paths(config: RunConfig) -> Iterator[UserError]:
@@ -430,7 +420,7 @@ def _paths(config: RunConfig) -> Iterator[UserError]:
 
 def _tools(config: RunConfig) -> Iterator[UserError]:
     task, search = config.task, config.search
-    yield from _refused(lambda: agent_of(task))
+    yield from refused(lambda: agent_of(task))
     yield from check_tools(task)
     if isinstance(task.agent, GatewayAgent):
         yield from _branches(config, task.agent)
@@ -528,7 +518,7 @@ def _branches(config: RunConfig, agent: GatewayAgent) -> Iterator[UserError]:
         sentence = (
             f"task.agent.kind=gateway cannot have {setting}: choose another algorithm.advantage or compat, or agent."
         )
-        yield UserError(sentence, code="conflict", key="task.agent.kind")
+        yield conflict(sentence)
     advantage = config.algorithm.advantage
     whole = isinstance(advantage, ReturnsAdvantage) and advantage.credit is Credit.trajectory
     if agent.credit is BranchCredit.branch and not whole:
@@ -536,7 +526,7 @@ def _branches(config: RunConfig, agent: GatewayAgent) -> Iterator[UserError]:
             "task.agent.credit=branch gives all tokens of a branch its reward, which contradicts algorithm.advantage: use "
             "algorithm.advantage=returns with algorithm.advantage.credit=trajectory, or task.agent.credit=episode."
         )
-        yield UserError(sentence, code="conflict", key="task.agent.credit")
+        yield conflict(sentence)
 
 
 def _search(config: RunConfig) -> Iterator[UserError]:
@@ -559,7 +549,7 @@ def _search(config: RunConfig) -> Iterator[UserError]:
             )
         else:
             key = "search.index" if search.index_kind is None else "search.index_kind"
-            yield from _refused(lambda: check_kind(index, search.index_kind), key)
+            yield from refused(lambda: check_kind(index, search.index_kind), key)
     if search.replicas and search.url is None:
         yield conflict(f"search.replicas={list(search.replicas)} needs a first server: give its address as search.url.")
     if search.hedge_after_s is not None and not search.replicas:
@@ -583,15 +573,15 @@ def _search(config: RunConfig) -> Iterator[UserError]:
             f"search.replicas={list(search.replicas)} names {twice[0]} twice, or repeats search.url: name every server "
             "once."
         )
-    yield from _refused(lambda: token_of("search.token_env", search.token_env))
+    yield from refused(lambda: token_of("search.token_env", search.token_env))
 
 
 def _tracking(config: RunConfig) -> Iterator[UserError]:
-    yield from _refused(lambda: OwnMetrics(config.tracking.metrics))
+    yield from refused(lambda: OwnMetrics(config.tracking.metrics))
     for own in config.tracking.trackers:
         for name, arguments in (("log", ("self", "step", "metrics")), ("close", ("self",))):
             method = getattr(own.component, name, None)
-            yield from _refused(partial(check_callable, method, f"{own.kind}.{name}", own.key, arguments))
+            yield from refused(partial(check_callable, method, f"{own.kind}.{name}", own.key, arguments))
 
 
 def _checkpoints(config: RunConfig) -> Iterator[UserError]:
@@ -637,12 +627,8 @@ def _sync(config: RunConfig) -> Iterator[UserError]:
             "a time on shared devices: set trainer.schedule.kind=sequential, or place the groups apart."
         )
     yield from ipc_problems(config)
-    if waits and cluster.call_timeout_s <= config.rollout.episode_timeout_s:
-        yield conflict(
-            f"cluster.call_timeout_s={cluster.call_timeout_s} must be above rollout.episode_timeout_s="
-            f"{config.rollout.episode_timeout_s}, because with trainer.schedule.on_update=finish the activation of "
-            "weights waits for episodes: raise it, or use on_update=continue."
-        )
+    if waits and cluster.call_timeout_s <= longest_group_s(config):
+        yield conflict(f"cluster.call_timeout_s={cluster.call_timeout_s:g} {_too_short_for_groups(config)}")
     yield from _stage_limits(config, waits)
     if cluster.sync_mode is SyncMode.broadcast and cluster.mode is Mode.colocated and cluster.device is Device.gpu:
         yield conflict(
@@ -653,7 +639,7 @@ def _sync(config: RunConfig) -> Iterator[UserError]:
 
 def _stage_limits(config: RunConfig, waits: bool) -> Iterator[UserError]:
     """Yield problems of `cluster.stage_timeout_s`; `waits` is True if the activation of weights waits for episodes."""
-    cluster, episode_s = config.cluster, config.rollout.episode_timeout_s
+    cluster = config.cluster
     for stage, limit_s in stage_limits(cluster).items():
         key = f"cluster.stage_timeout_s.{stage}"
         if limit_s > cluster.call_timeout_s:
@@ -661,12 +647,19 @@ def _stage_limits(config: RunConfig, waits: bool) -> Iterator[UserError]:
                 f"{key}={limit_s:g} must not be above cluster.call_timeout_s={cluster.call_timeout_s:g}, after which the "
                 "collectives of the workers time out: lower it, or raise call_timeout_s."
             )
-        elif stage == "sync" and waits and limit_s <= episode_s:
-            yield conflict(
-                f"{key}={limit_s:g} must be above rollout.episode_timeout_s={episode_s:g}, because with "
-                "trainer.schedule.on_update=finish the activation of weights waits for episodes: raise it, or use "
-                "on_update=continue."
-            )
+        elif stage == "sync" and waits and limit_s <= longest_group_s(config):
+            yield conflict(f"{key}={limit_s:g} {_too_short_for_groups(config)}")
+
+
+def _too_short_for_groups(config: RunConfig) -> str:
+    limit_s, longest_s = config.rollout.episode_timeout_s, longest_group_s(config)
+    bound = f"rollout.episode_timeout_s={limit_s:g}"
+    if longest_s > limit_s:
+        bound = f"{longest_s:g}, which is {bound} for each of {longest_s / limit_s:.0f} rounds of a group's episodes"
+    return (
+        f"must be above {bound}, because with trainer.schedule.on_update=finish the activation of weights waits for "
+        "episodes: raise it, or use on_update=continue."
+    )
 
 
 def _placement(config: RunConfig, ranks: Ranks) -> Iterator[UserError]:

@@ -17,7 +17,7 @@ from math import ceil
 from pathlib import Path
 
 from rlsys.cluster.stacks import DRIVER, StackWriter, call_of
-from rlsys.config.derived import asks_teacher, concurrent_episodes
+from rlsys.config.derived import asks_teacher, longest_group_s
 from rlsys.config.schema import RunConfig
 from rlsys.observe.status import WAIT_PREFIX, StageState
 from rlsys.orchestrator.endpoint import longest_s
@@ -41,7 +41,7 @@ def stall_limit_s(config: RunConfig) -> float:
     cluster, rollout, reward, judge = config.cluster, config.rollout, config.reward, config.reward.judge
     teacher = config.algorithm.teacher
     samples = config.algorithm.n_samples
-    group_s = rollout.episode_timeout_s * ceil(samples / concurrent_episodes(config.task, rollout)) + MARGIN_S
+    group_s = longest_group_s(config) + MARGIN_S
     judge_s = longest_s(judge.timeout_s, judge.retries)
     if judge.requests_per_minute is not None:
         judge_s += 60.0 * samples / judge.requests_per_minute

@@ -32,7 +32,7 @@ from rich.table import Table
 from rich.text import Text
 
 from rlsys.config.schema import SearchR1Agent, TokenMode
-from rlsys.errors import UserError
+from rlsys.errors import UserError, first_line
 from rlsys.files import json_safe
 from rlsys.observe.kept import Pieces, TrajectoryRecord
 from rlsys.observe.run_folder import RunFolder, section
@@ -371,8 +371,7 @@ def _open_codec(folder: Path) -> Codec:
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder)
     except Exception as problem:  # A damaged file may raise anything in the libraries.
-        reason = (str(problem).strip() or type(problem).__name__).splitlines()[0]
-        sentence = f"The tokenizer in {folder} cannot be opened ({reason}); give an undamaged one."
+        sentence = f"The tokenizer in {folder} cannot be opened ({first_line(problem)}); give an undamaged one."
         raise UserError(sentence, code="malformed", key=str(folder)) from problem
     return Codec(tokenizer)
 

@@ -34,7 +34,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from rlsys.components import one_line
 from rlsys.data.trajectory import Routes, routes_type
-from rlsys.errors import UserError
+from rlsys.errors import UserError, first_line
 from rlsys.rollout.agent.recorder import Generation, TurnSampling
 from rlsys.weights.bucket import Bucket, ChecksumError, TensorRecord, checksum, unpack
 from rlsys.weights.hf_io import by_expert, with_attention_scale
@@ -328,9 +328,8 @@ def load_model(model_path: str, dtype: torch.dtype) -> tuple[Any, Any]:
         options = {"dtype": dtype, "output_loading_info": True, "ignore_mismatched_sizes": True}
         model, info = AutoModelForCausalLM.from_pretrained(model_path, **options)
     except (OSError, ValueError, RuntimeError, KeyError, SafetensorError) as problem:
-        reason = (str(problem).splitlines() or [type(problem).__name__])[0].rstrip(".")
         raise UserError(
-            f"model.path={model_path} cannot be loaded: {reason}; give a complete model folder.",
+            f"model.path={model_path} cannot be loaded: {first_line(problem)}; give a complete model folder.",
             code="malformed",
             key="model.path",
         ) from problem

@@ -46,7 +46,7 @@ import yaml
 from markdown_it import MarkdownIt
 from markdown_it.token import Token
 
-from rlsys.errors import UserError
+from rlsys.errors import UserError, first_line
 from rlsys.files import open_atomically
 
 TEXT, MARKDOWN, JSONL, PARQUET = ".txt", ".md", ".jsonl", ".parquet"
@@ -234,9 +234,10 @@ def _parquet_rows(path: Path) -> Iterator[tuple[int, Any]]:
             batches = table.iter_batches(batch_size=_PARQUET_ROWS)
             yield from enumerate((row for batch in batches for row in batch.to_pylist()), start=1)
     except pyarrow.ArrowException as problem:
-        reason = str(problem).splitlines()[0]
         raise UserError(
-            f"{path} cannot be read as parquet ({reason}): write it again.", code="malformed", key=str(path)
+            f"{path} cannot be read as parquet ({first_line(problem)}): write it again.",
+            code="malformed",
+            key=str(path),
         ) from problem
 
 

@@ -32,7 +32,6 @@ from torch import Tensor
 from rlsys.algorithms.optimizers import Muon, OverMatrices, make_optimizer, problem
 from rlsys.config.custom import Custom
 from rlsys.config.schema import AdamwConfig, LrDecay, OptimizerConfig
-from rlsys.errors import UserError
 from rlsys.trainer.model.stage_model import CHECKPOINT_METADATA, StageModel
 from rlsys.weights.weight_map import Entry
 
@@ -41,18 +40,8 @@ _GATHERED_ELEMENTS = 2**26
 
 
 def wrap(model: StageModel, config: OptimizerConfig) -> DistributedDataParallel:
-    """Wrap the model with contiguous float32 gradient buffers, for `forward_backward`.
-
-    Raises UserError if `overlap_param_gather` is set without the settings that it requires.
-    """
+    """Wrap the model with contiguous float32 gradient buffers, for `forward_backward`."""
     sharded: AdamwConfig = _sharding(config)
-    if sharded.overlap_param_gather and not (sharded.distributed and config.overlap_grad_reduce):
-        raise UserError(
-            "overlap_param_gather=true requires distributed=true and overlap_grad_reduce=true: set both, or set "
-            "overlap_param_gather to false.",
-            code="conflict",
-            key="overlap_param_gather",
-        )
     options = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
         use_distributed_optimizer=sharded.distributed,

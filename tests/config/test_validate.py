@@ -95,6 +95,11 @@ SPOILT: dict[str, dict[str, tuple[str, Code]]] = {
     },
     "an update that waits for episodes": {
         f"trainer.schedule={{kind: async, on_update: finish}}|{CALL}=500": (CALL, "conflict"),
+        f"trainer.schedule={{kind: async, on_update: finish}}|rollout.max_episodes=4|{CALL}=1000": (CALL, "conflict"),
+        f"trainer.schedule={{kind: async, on_update: finish}}|rollout.max_episodes=4|{STAGE}.sync=1000": (
+            f"{STAGE}.sync",
+            "conflict",
+        ),
         f"{STAGE}.training=1801": (f"{STAGE}.training", "conflict"),
     },
     "a switch that waits for episodes": {

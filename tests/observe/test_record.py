@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -26,6 +27,7 @@ from rlsys.observe.records import read_metrics
 from rlsys.observe.run_folder import open_run
 from rlsys.observe.spans import Span, Tracer
 from rlsys.observe.status import Progress
+from rlsys.observe.trackers import open_trackers
 from rlsys.orchestrator.evaluation.heldout import Answered, Evaluation
 from rlsys.orchestrator.evaluation.scores import scores_of
 from rlsys.orchestrator.pipeline.scheduler import DropReason, GroupOutcome, GroupStage
@@ -210,3 +212,19 @@ def test_resume_keeps_evaluations_up_to_its_step_and_removes_partial_files(tmp_p
     assert len(list((tmp_path / "trajectories").iterdir())) == 2
     resumed.record.evaluation(evaluation(4, 0.0))
     assert resumed.record.em_of(4) == 0.0
+
+
+def test_resume_keeps_an_evaluation_that_ended_after_a_later_checkpoint(tmp_path: Path) -> None:
+    run = RecordedRun(tmp_path)
+    for step in (1, 2, 3):
+        run.step(step)
+    saved = run.record.history(3)
+    run.record.evaluation(evaluation(2, 1.0))
+    kept = tmp_path / "evaluations"
+    (kept / "step_000001.json").write_text('{"step": 1, "em"')
+    (kept / "step_000003-mine.json").write_text('{"step": 3, "em": 1.0, "figures": {}}')
+    with patch("rlsys.orchestrator.run_logger.open_trackers", wraps=open_trackers) as opened:
+        resumed = RecordedRun(tmp_path, history=saved)
+    assert [resumed.record.em_of(step) for step in (1, 2, 3)] == [None, 1.0, None]
+    assert "step_000001.json is no evaluation" in resumed.printed.getvalue()
+    assert [row.step for row in opened.call_args.args[3].logged if "eval/em" in row.metrics] == [2]

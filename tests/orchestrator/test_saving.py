@@ -10,11 +10,12 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import AsyncMock
+from unittest.mock import AsyncMock, Mock
 
 import pytest
 
 import rlsys.orchestrator.saving
+from rlsys.config.schema import CheckpointConfig, EvalConfig, RunConfig
 from rlsys.errors import RunError
 from rlsys.orchestrator import run as driver
 from rlsys.orchestrator.saving import Saver
@@ -100,6 +101,18 @@ class SavingRun:
 @pytest.fixture
 def run(tmp_path: Path) -> SavingRun:
     return SavingRun(tmp_path)
+
+
+async def test_a_resumed_run_keeps_checkpoints_that_were_not_evaluated_to_the_end(tmp_path: Path) -> None:
+    former = SavingRun(tmp_path)
+    for step in (10, 15, 20, 25):
+        await former.save(step)
+    config = RunConfig(eval=EvalConfig(interval=10), checkpoint=CheckpointConfig(keep_last=1, keep_best=True))
+    log, devices, origin = Mock(em_of={20: 0.5}.get), Mock(onload=AsyncMock()), Mock(**{"state.step": 25})
+    former.saver = driver._saver(config, tmp_path, log, devices, origin)
+    await former.save(26)
+    assert former.steps() == [10, 20, 26]
+    log.progress.warn.assert_called_once()
 
 
 BEGUN = ["need actor", "begin actor", "need critic", "begin critic"]

@@ -8,6 +8,8 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -15,6 +17,8 @@ from rlsys.cluster.stacks import DRIVER, STACKS
 from rlsys.config.schema import RunConfig
 from rlsys.observe.status import StageState
 from rlsys.orchestrator.engine_pool import MARGIN_S
+from rlsys.orchestrator.membership import Members
+from rlsys.orchestrator.run import Run
 from rlsys.orchestrator.watchdog import POLL_S, blocking, stall_limit_s, until_stalled
 from tests.support.virtual_time import virtually
 
@@ -34,6 +38,23 @@ async def test_run_is_stalled_once_nothing_has_changed_for_the_limit() -> None:
     assert working.done()
     last = begun + 7 * 0.9 * 60.0
     assert last + 60.0 <= now() <= last + 60.0 + 2 * POLL_S
+
+
+@virtually
+async def test_rewards_that_take_long_together_are_progress() -> None:
+    """Functions of the user take turns, and no group is rewarded before the last one has ended."""
+    config, rewards = RunConfig(), SimpleNamespace(finished=0)
+    engines = SimpleNamespace(workers=SimpleNamespace(finished=0), engines=SimpleNamespace(members=Members.first(1)))
+    groups = SimpleNamespace(engines=engines, inference=None, trained={})
+    log = SimpleNamespace(faults=SimpleNamespace(metrics=dict))
+    pipeline = SimpleNamespace(progress=())
+    run: Any = SimpleNamespace(config=config, groups=groups, pipeline=pipeline, log=log, teacher=None, rewards=rewards)
+    watching = asyncio.ensure_future(Run.watch_progress(run))
+    for _ in range(3):
+        await asyncio.sleep(0.9 * stall_limit_s(config))
+        rewards.finished += 1
+    assert not watching.done()
+    watching.cancel()
 
 
 BLOCKED = """

@@ -24,7 +24,7 @@ from typing import Any, get_type_hints
 from rlsys.apps.data import prepare
 from rlsys.config.schema import RewardConfig, RunConfig
 from rlsys.data.question import Question, question_of, read_rows
-from rlsys.errors import Code, RunError, UserError
+from rlsys.errors import Code, RunError, UserError, first_line
 from rlsys.files import write_atomically
 
 CPU = "cpu"
@@ -259,9 +259,8 @@ def model_folder(name: str | Path) -> Path:
         code, sentence = next(mistake for kind, mistake in mistakes.items() if isinstance(problem, kind))
         raise UserError(f"model {name} {sentence}", code=code, key=str(name)) from problem
     except (errors.LocalEntryNotFoundError, errors.HfHubHTTPError, OSError) as problem:
-        reason = next(iter(str(problem).strip().splitlines()), type(problem).__name__)
         raise RunError(
-            f"model {name} is not a local folder and cannot be downloaded ({reason}): check the network, set HF_ENDPOINT "
+            f"model {name} is not a local folder and cannot be downloaded ({first_line(problem)}): check the network, set HF_ENDPOINT "
             "to a mirror, or give a folder."
         ) from problem
 

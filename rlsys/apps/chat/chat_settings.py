@@ -33,7 +33,7 @@ from rlsys.config.schema import (
     schema_keys,
 )
 from rlsys.data.question import Question, Template, as_asked, own_template, read_questions, search_prompt
-from rlsys.errors import UserError, code_of, in_one
+from rlsys.errors import UserError, code_of, first_line, in_one
 from rlsys.files import parse_json, read_regular, read_yaml
 from rlsys.observe.environment import RUN
 from rlsys.observe.records import METRICS
@@ -81,9 +81,7 @@ def settings_of(model: Model, options: ChatOptions) -> ChatSettings:
     """Return the settings for `model`. Raises UserError if the settings are unusable or there is nothing to search."""
     notes: list[str] = []
     origin = _origin(model)
-    config = _config(origin, options, notes)
-    if options.config is None and origin is None:
-        config = _within_context(config, model.shape)
+    config = _config(model, origin, options, notes)
     search = _searched(config.search, options)
     if options.max_turns is not None:
         config = replace(config, task=replace(config.task, max_turns=options.max_turns))
@@ -119,9 +117,7 @@ def settings_for_requests(model: Model, options: ChatOptions) -> tuple[RunConfig
     """
     notes: list[str] = []
     origin = _origin(model)
-    config = _config(origin, options, notes, only_limits=True)
-    if options.config is None and origin is None:
-        config = _within_context(config, model.shape)
+    config = _config(model, origin, options, notes, only_limits=True)
     most = config.task.max_total_tokens
     task = TaskConfig(max_prompt_tokens=1, max_turn_tokens=1, max_total_tokens=most)
     config = replace(config, task=task, search=SearchConfig(enabled=False))
@@ -141,7 +137,9 @@ def _origin(model: Model) -> Path | None:
     return next((file for file in beside if file.is_file()), None)
 
 
-def _config(origin: Path | None, options: ChatOptions, notes: list[str], *, only_limits: bool = False) -> RunConfig:
+def _config(
+    model: Model, origin: Path | None, options: ChatOptions, notes: list[str], *, only_limits: bool = False
+) -> RunConfig:
     if options.config is not None:
         return load_config(options.config, (), options.config_dir)
     defaults = Path(__file__).with_name("defaults.yaml")
@@ -151,7 +149,7 @@ def _config(origin: Path | None, options: ChatOptions, notes: list[str], *, only
             "The run that trained the model is unknown: using Search-R1's "
             f"{'limits and stop strings' if only_limits else 'prompt and limits'}; give others with -c."
         )
-        return here
+        return _within_context(here, model.shape)
     notes.append(f"Settings from {origin}.")
     return _with_run(here, origin, notes, only_limits=only_limits)
 
@@ -218,7 +216,7 @@ def _with_run(here: RunConfig, file: Path, notes: list[str], *, only_limits: boo
         merged = typed(OmegaConf.to_container(OmegaConf.merge(as_dict(here), tree)), RunConfig)
     except (OmegaConfBaseException, UserError) as problem:
         raise UserError(
-            f"{file}: {str(problem).splitlines()[0].rstrip('.')}: repair it, or give a config with -c.",
+            f"{file}: {first_line(problem)}: repair it, or give a config with -c.",
             code=code_of(problem) or "wrong_type",
             key=str(file),
         ) from problem

@@ -30,7 +30,7 @@ from huggingface_hub import errors as hub_errors
 from huggingface_hub.file_download import http_get
 from huggingface_hub.utils import build_hf_headers, tqdm
 
-from rlsys.errors import Code, RunError, UserError
+from rlsys.errors import Code, RunError, UserError, first_line
 from rlsys.files import write_atomically
 
 _RECEIPTS = ".downloads"
@@ -214,7 +214,7 @@ class Downloader:
                 best = max(best, have)
                 if tries == _TRIES:
                     raise RunError(
-                        f"{piece.url} cannot be downloaded ({_first_line(problem)}) after {_TRIES} attempts: the partial file "
+                        f"{piece.url} cannot be downloaded ({_said(problem)}) after {_TRIES} attempts: the partial file "
                         "is kept, run again to continue"
                     ) from problem
                 self._sleep(min(2**tries, _LONGEST_WAIT_S))
@@ -335,7 +335,7 @@ def _explained(dataset: str, revision: str) -> Iterator[None]:
     try:
         yield
     except (httpx.HTTPError, ValueError, OSError) as problem:
-        said = _first_line(problem)
+        said = _said(problem)
         for kind, (code, sentence) in _MISTAKES.items():
             if isinstance(problem, kind):
                 raise UserError(
@@ -354,7 +354,7 @@ def _explained(dataset: str, revision: str) -> Iterator[None]:
         raise
 
 
-def _first_line(problem: Exception) -> str:
+def _said(problem: Exception) -> str:
     if isinstance(problem, hub_errors.HfHubHTTPError) and problem.response.status_code in _PASSING_STATUS:
         return f"HTTP {problem.response.status_code}"
-    return next(iter(str(problem).strip().splitlines()), type(problem).__name__)
+    return first_line(problem)

@@ -43,7 +43,7 @@ from rlsys.config.schema import (
 )
 from rlsys.data.question import Question, as_asked, search_prompt
 from rlsys.data.trajectory import Trajectory
-from rlsys.errors import RunError, UserError
+from rlsys.errors import RunError, UserError, first_line
 from rlsys.observe import status
 from rlsys.orchestrator.evaluation.heldout import Answered, Ask, Evaluation, evaluate, heldout_score
 from rlsys.orchestrator.run_logger import new_run_dir
@@ -307,9 +307,8 @@ def open_codec(folder: str | Path, given: str) -> Codec:
     try:
         return Codec(AutoTokenizer.from_pretrained(folder))
     except Exception as problem:  # The tokenizers library raises no narrower class.
-        reason = (str(problem).splitlines() or [type(problem).__name__])[0].rstrip(".")
         raise UserError(
-            f"{given} has no readable tokenizer ({reason}): give a complete model folder.",
+            f"{given} has no readable tokenizer ({first_line(problem)}): give a complete model folder.",
             code="malformed",
             key=str(folder),
         ) from problem

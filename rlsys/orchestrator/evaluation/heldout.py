@@ -13,10 +13,10 @@ from dataclasses import asdict, dataclass
 from statistics import fmean
 
 from rlsys.config.derived import heldout_files, task_of
+from rlsys.config.problems import conflict
 from rlsys.config.schema import RunConfig
 from rlsys.data.question import Question, read_questions
 from rlsys.data.trajectory import Finish, Trajectory
-from rlsys.errors import UserError
 from rlsys.observe import status
 from rlsys.observe.metrics import Metric
 from rlsys.orchestrator.evaluation.scores import AnswerScores, scores_of
@@ -188,11 +188,9 @@ def whole_batches(questions: list[Question], batch: int | None) -> list[Question
     if batch is None:
         return questions
     if len(questions) < batch:
-        raise UserError(
+        raise conflict(
             f"compat.validation_batch={batch} leaves out all of the {len(questions)} held-out questions: lower it, or "
-            "set it to null.",
-            code="conflict",
-            key="compat.validation_batch",
+            "set it to null."
         )
     return questions[: len(questions) // batch * batch]
 

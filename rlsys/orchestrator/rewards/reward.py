@@ -37,6 +37,7 @@ import threading
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, fields
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -45,7 +46,7 @@ import numpy as np
 from rlsys.components import OverdueError, one_line
 from rlsys.config.custom import REQUIRED, OwnComponent, custom_variant
 from rlsys.config.derived import reward_of, source_key, task_of
-from rlsys.config.problems import token_of
+from rlsys.config.problems import conflict, refused, token_of
 from rlsys.config.schema import (
     JUDGE_PLACEHOLDERS,
     CompatConfig,
@@ -290,6 +291,8 @@ class Rewards:
         if problems:
             raise in_one(problems)
         self._config = config
+        self.finished = 0
+        """Terms of episodes that have been computed so far."""
         by_source = {"": config} | {name: reward_of(config, source) for name, source in task.sources.items()}
         used = {name for each in by_source.values() for name in weights_of(each)}
         self._judge = _judge(config.judge, transport) if JUDGE in used else None
@@ -312,6 +315,7 @@ class Rewards:
         for name, term in of_source.terms.items():
             found = term(episode)
             values[name] = self._bounded(name, episode, await found if isinstance(found, Awaitable) else found)
+            self.finished += 1
         parts = {name: math.fsum(of_turns) for name, of_turns in values.items()}
         return Scored(
             reward=math.fsum(of_source.weights[name] * part for name, part in parts.items()),
@@ -477,10 +481,7 @@ def check_terms(config: RewardConfig, task: TaskConfig, at: str = "reward.terms"
     known = (*pure_terms(config, task), JUDGE)
     for name in weights:
         if "." in name:
-            try:
-                load_term(name, config)
-            except UserError as problem:
-                yield problem
+            yield from refused(partial(load_term, name, config))
         elif name not in known:
             close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
             hint = (
@@ -520,10 +521,7 @@ def _judge_problems(judge: JudgeConfig) -> Iterator[UserError]:
     if not judge.model.strip():
         sentence = "reward.judge.model is empty: give the model's name at the endpoint."
         yield UserError(sentence, code="missing", key="reward.judge.model")
-    try:
-        token_of("reward.judge.token_env", judge.token_env)
-    except UserError as problem:
-        yield problem
+    yield from refused(partial(token_of, "reward.judge.token_env", judge.token_env))
     missing = [placeholder for placeholder in JUDGE_PLACEHOLDERS if placeholder not in judge.prompt]
     if missing:
         sentence = f"reward.judge.prompt lacks {', '.join(missing)}: add every missing placeholder."
@@ -540,11 +538,9 @@ def _overlong_problems(config: RewardConfig, task: TaskConfig) -> Iterator[UserE
     limit = task.max_total_tokens - task.max_prompt_tokens if given is None else given
     if config.overlong_buffer > limit:
         meant = "task.max_total_tokens less task.max_prompt_tokens" if given is None else "reward.overlong_limit"
-        yield UserError(
+        yield conflict(
             f"reward.overlong_buffer={config.overlong_buffer} is larger than {meant}, which is {limit}, so even an "
-            f"empty response would be too long: lower it to at most {limit}.",
-            code="conflict",
-            key="reward.overlong_buffer",
+            f"empty response would be too long: lower it to at most {limit}."
         )
 
 

@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError
 from torch.nn.utils.rnn import pad_sequence
 
-from rlsys.errors import UserError
+from rlsys.errors import UserError, first_line
 from rlsys.files import sha256_of
 from rlsys.search.encoders.spec import EncoderFacts, EncoderSpec, Family, Floats, Pooling, read_json, resolve_folder
 
@@ -117,7 +117,7 @@ def _architecture(name: str, folder: Path) -> Any:
         config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise UserError(
-            f"model {name!r} cannot be loaded from {folder}: {_first_line(error)}.", code="malformed", key=name
+            f"model {name!r} cannot be loaded from {folder}: {first_line(error)}.", code="malformed", key=name
         ) from error
     named = config.architectures or []
     if any("SequenceClassification" in architecture for architecture in named):
@@ -151,7 +151,7 @@ def load_model(
         )
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise UserError(
-            f"model {name!r} cannot be loaded from {folder}: {_first_line(error)}.", code="malformed", key=name
+            f"model {name!r} cannot be loaded from {folder}: {first_line(error)}.", code="malformed", key=name
         ) from error
     lacking = {*info["missing_keys"], *(key for key, *_ in info["mismatched_keys"])}
     if lacking := {key for key in lacking if dispensable is None or dispensable not in key}:
@@ -199,10 +199,6 @@ def _resolve_device(device: str) -> torch.device:
             f"{problem}, CUDA_VISIBLE_DEVICES and that torch is built for CUDA.", code="no_room", key="device"
         )
     return resolved
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().partition("\n")[0].rstrip(".")
 
 
 def _positions(model: torch.nn.Module) -> list[int]:

@@ -209,11 +209,11 @@ def _load_index(given: argparse.Namespace) -> tuple[Retriever, PageSource | None
 
 def _load_web(given: argparse.Namespace) -> tuple[Retriever, PageSource | None]:
     from rlsys.search.web.providers import ProviderLimits
-    from rlsys.search.web.web_search import open_pages, open_web
+    from rlsys.search.web.web_search import WebPages, open_reader, open_web
 
     chosen = {key: getattr(given, key) for key in ("fetch_pages", "endpoint", "passage_words")}
     limits = ProviderLimits(given.max_concurrent, given.requests_per_second)
-    return open_web(given.provider, limits=limits, **chosen), open_pages()
+    return open_web(given.provider, limits=limits, **chosen), WebPages(open_reader())
 
 
 @dataclass(frozen=True, slots=True)

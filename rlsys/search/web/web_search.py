@@ -573,11 +573,6 @@ def open_reader(fetch_limits: FetchLimits | None = None, policy: Policy | None =
     return PageReader(PageFetcher(transport, fetch_limits), Workers(_WORKERS, _JOB_TIMEOUT_S, secrets))
 
 
-def open_pages(fetch_limits: FetchLimits | None = None, policy: Policy | None = None) -> WebPages:
-    """Create a source of public internet pages, for /access."""
-    return WebPages(open_reader(fetch_limits, policy))
-
-
 def best_passage(text: str, query: str, words: int) -> str | None:
     """Return the passage of `text` with the highest BM25 score for `query`, or None if no query word occurs.
 

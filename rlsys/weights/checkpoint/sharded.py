@@ -52,7 +52,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.utils._pytree import tree_leaves
 
-from rlsys.errors import Code, RunError, UserError, disk_code
+from rlsys.errors import Code, RunError, UserError, disk_error, first_line
 from rlsys.weights.checkpoint.megatron_reader import (
     BACKEND,
     COMMON,
@@ -244,7 +244,7 @@ def _agree(folder: Path, action: Callable[[], T]) -> list[T]:
         failure = RunError(
             f"The checkpoint {folder} could not be written ({reason}, rank {dist.get_rank()}): check free space and write "
             "permission; earlier checkpoints are intact.",
-            code=None if on_disk is None else disk_code(on_disk),
+            code=None if on_disk is None else disk_error(on_disk, folder).code,
         )
     outcomes: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(outcomes, (result, failure))
@@ -299,7 +299,7 @@ def load(folder: str | Path, sharded_state: dict[str, Any]) -> dict[str, Any]:
     except (Exception, CheckpointException) as error:  # CheckpointException derives from BaseException only.
         failed = isinstance(error, CheckpointException) and error.failures
         inner = min(failed.items())[1][0] if failed else error
-        reason = (str(inner) or type(inner).__name__).splitlines()[0]
+        reason = first_line(inner)
         if isinstance(inner, CheckpointingException | KeyError):
             raise _of_another_model(folder, reason) from error
         raise UserError(

@@ -125,7 +125,8 @@ async def test_each_start_of_the_only_engine_has_the_time_of_a_start(tmp_path: P
     groups = SimpleNamespace(engines=pool, inference=None, trained={})
     log = SimpleNamespace(faults=supervisor._faults)
     pipeline = SimpleNamespace(progress=())
-    run: Any = SimpleNamespace(config=config, groups=groups, pipeline=pipeline, log=log, teacher=None)
+    rewards = SimpleNamespace(finished=0)
+    run: Any = SimpleNamespace(config=config, groups=groups, pipeline=pipeline, log=log, teacher=None, rewards=rewards)
     tasks = [asyncio.ensure_future(one) for one in (supervisor.run(1.0), Run.watch_progress(run))]
     engines.die(0)
     with pytest.raises(NoEngineLeft):

@@ -77,6 +77,14 @@ def test_function_that_cannot_be_loaded_is_refused(
     assert "broken_terms" not in sys.modules
 
 
+async def test_each_term_that_is_computed_counts_as_progress() -> None:
+    terms = {"exact_match": 1.0, f"{HERE}.answers": 1.0, f"{HERE}.per_turn": 1.0}
+    rewards, reading = Rewards(RewardConfig(terms), TaskConfig(), CompatConfig()), read(TWO_TURNS)
+    await rewards.score(reading.question, reading.trajectory)
+    assert rewards.finished == len(terms)
+    await rewards.close()
+
+
 @pytest.mark.parametrize("name", ["hangs", "never_ready", "blocks_its_loop"])
 async def test_call_that_does_not_return_ends_the_run(name: str) -> None:
     rewards = Rewards(RewardConfig({f"{HERE}.{name}": 1.0}, custom_timeout_s=0.2), TaskConfig(), CompatConfig())

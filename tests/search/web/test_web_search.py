@@ -12,9 +12,10 @@ from rlsys.search.web.providers import ProviderLimits
 from rlsys.search.web.web_search import (
     Fetched,
     FetchLimits,
+    WebPages,
     WebRetriever,
     Workers,
-    open_pages,
+    open_reader,
     open_web,
 )
 from tests.search.conftest import children_of
@@ -74,7 +75,7 @@ async def test_an_outage_gives_503_and_answers_already_received_are_kept(web: Fa
 
 
 async def test_pages_give_contents_or_none_in_the_requested_order(web: FakeWeb) -> None:
-    pages = open_pages(FetchLimits(timeout_s=300.0), local(web))
+    pages = WebPages(open_reader(FetchLimits(timeout_s=300.0), local(web)))
     pages.timeout_s = 300.0
     good, text = f"{web.base}/page/html", f"{web.base}/page/text"
     bad = [f"{web.base}/page/empty", web.base + redirect_to("http://10.0.0.1/"), "nonsense"]
@@ -86,7 +87,7 @@ async def test_pages_give_contents_or_none_in_the_requested_order(web: FakeWeb) 
     assert web.fetched.count("html") == 1
     assert await pages.fetch([]) == []
     pages.close()
-    guarded = open_pages()
+    guarded = WebPages(open_reader())
     assert await guarded.fetch([good]) == [None]
     guarded.close()
 
