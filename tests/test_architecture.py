@@ -14,7 +14,7 @@ import rlsys
 
 PACKAGE = Path(rlsys.__file__).parent
 FILES = sorted(PACKAGE.rglob("*.py"))
-LONGEST_FUNCTION = 60
+LONGEST_FUNCTION, LONGEST_TEST_FILE = 60, 400
 MOST_ROOMS = 16
 MOST_LEVELS = 2
 """Largest number of levels of sub-packages below a room."""
@@ -261,6 +261,11 @@ def test_functions_are_short() -> None:
                 if (lines := node.end_lineno - node.lineno + 1) > LONGEST_FUNCTION:
                     long[f"{module}:{node.name}"] = lines
     assert long == {}
+
+
+def test_test_files_are_short() -> None:
+    lengths = {str(file): len(file.read_text().splitlines()) for file in Path(__file__).parent.rglob("*.py")}
+    assert {file: length for file, length in lengths.items() if length > LONGEST_TEST_FILE} == {}
 
 
 def test_every_module_has_a_docstring() -> None:

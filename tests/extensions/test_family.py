@@ -25,6 +25,7 @@ from rlsys.trainer import mesh
 from rlsys.trainer.export import load_hf
 from rlsys.trainer.model.stage_model import PolicyModel
 from rlsys.weights.weight_map import layer_spec_of, read_architecture
+from tests.support import tiny_configs
 from tests.support.composed import composed
 from tests.support.hf_models import assert_same_tensors
 from tests.support.made_run import made_run
@@ -37,7 +38,7 @@ from tests.trainer import reference
 from tests.trainer.harness import Layout, local_model
 from tests.trainer.test_against_transformers import check_training
 
-FAMILY = reference.OWN_FAMILY
+FAMILY = tiny_configs.OWN_FAMILY
 TOYS = "tests.extensions.family_toys"
 RUNS = [(model, "null", "sglang") for model in ("deepseek_v2", "gemma3_text", "glm4", "mistral", "phi3", "qwen3")]
 RUNS.append(("exaone4", FAMILY, "transformers"))  # SGLang has it on GPUs only.
@@ -46,7 +47,7 @@ RUNS.append(("exaone4", FAMILY, "transformers"))  # SGLang has it on GPUs only.
 
 @pytest.fixture
 def exaone(tmp_path: Path) -> Path:
-    return reference.make_model(reference.tiny_exaone4(), tmp_path / "exaone")
+    return reference.make_model(tiny_configs.exaone4(), tmp_path / "exaone")
 
 
 def own(folder: Path, layer_spec: str, more: str = "") -> str:
@@ -187,7 +188,7 @@ def test_wrong_layers_end_in_one_sentence_with_the_name_of_the_function_or_file(
     for toy, (more, *_) in WRONG.items():
         (tmp_path / toy).mkdir()
         families[toy] = own(tmp_path / toy, f"{TOYS}.{toy}", more)
-    model = reference.make_model(reference.tiny_config(tied=False), tmp_path / "model")
+    model = reference.make_model(tiny_configs.qwen2(tied=False), tmp_path / "model")
     (found,) = on_ranks(_errors, 1, model, families)
     expected = {toy: (code, key) for toy, (_, code, key) in WRONG.items()}
     assert {toy: error and (error.code, error.key) for toy, error in found.items()} == expected

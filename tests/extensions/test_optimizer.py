@@ -14,6 +14,7 @@ from rlsys.config.schema import RunConfig
 from rlsys.errors import UserError
 from rlsys.orchestrator.validate import find_problems
 from rlsys.trainer.actor import Actor
+from tests.support import tiny_configs
 from tests.support.composed import composed
 from tests.support.megatron_processes import Group, on_ranks
 from tests.support.refusals import refused
@@ -73,7 +74,7 @@ def _steps_and_resumes(group: Group, config: RunConfig, folder: Path) -> list[An
 
 def test_example_named_in_the_config_trains_a_real_actor_and_resumes_exactly(tmp_path: Path) -> None:
     """The formula by hand, on the actor's own gradients: m, g -> w - lr (sign(b1 m + (1 - b1) g) + decay w)."""
-    config = lion(reference.make_model(reference.tiny_config(layers=2), tmp_path / "model"))
+    config = lion(reference.make_model(tiny_configs.qwen2(layers=2), tmp_path / "model"))
     (found,) = on_ranks(_steps_and_resumes, 1, config, tmp_path)
     weights, means = found[0], {name: torch.zeros_like(one) for name, one in found[0].items()}
     for grads, stepped in zip(found[1::2], found[2::2], strict=True):
@@ -139,5 +140,5 @@ def _fails_later(group: Group, model: Path) -> None:
 
 
 def test_optimiser_that_fails_later_is_named_and_the_checkpoint_stays(tmp_path: Path) -> None:
-    model = reference.make_model(reference.tiny_config(layers=1), tmp_path / "model")
+    model = reference.make_model(tiny_configs.qwen2(layers=1), tmp_path / "model")
     on_ranks(_fails_later, 1, model)

@@ -16,6 +16,7 @@ import torch
 
 from rlsys.observe.kept import trajectory_file, trajectory_steps
 from rlsys.weights.checkpoint.store import check
+from tests.support import tiny_configs
 from tests.support.recorded_run import GROUPS, MOMENTS, NAME, STEPS, ended
 from tests.trainer import reference
 
@@ -44,7 +45,7 @@ class RunResults:
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return reference.make_model(reference.tiny_config(), tmp_path_factory.mktemp("model") / "model")
+    return reference.make_model(tiny_configs.qwen2(), tmp_path_factory.mktemp("model") / "model")
 
 
 @pytest.fixture(scope="module")

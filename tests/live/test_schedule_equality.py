@@ -46,6 +46,7 @@ from rlsys.data.prompt_source import PromptSource
 from rlsys.data.question import Question
 from rlsys.data.trajectory import Scores, Trajectory
 from rlsys.trainer.batches import MicroBatch, collate
+from tests.support import tiny_configs
 from tests.support.megatron_processes import ANSWER_S, pool
 from tests.support.recorded_episodes import RIGHT, Recording, Shape, record
 from tests.support.scheduled import PAD_ID, Arrivals, Outcome, run
@@ -148,8 +149,8 @@ class Bench:
 
 @pytest.fixture(scope="module")
 def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
-    model = reference.make_model(reference.tiny_config(layers=2), tmp_path_factory.mktemp("model"))
-    return Bench(model, record(QUESTIONS, Shape(STEPS, SAMPLES, reference.VOCAB), seed=5))
+    model = reference.make_model(tiny_configs.qwen2(layers=2), tmp_path_factory.mktemp("model"))
+    return Bench(model, record(QUESTIONS, Shape(STEPS, SAMPLES, tiny_configs.VOCAB), seed=5))
 
 
 @pytest.fixture(scope="module")

@@ -25,7 +25,7 @@ from rlsys.orchestrator import endpoint
 from rlsys.orchestrator.teacher import TeacherServer, require_teacher
 from rlsys.orchestrator.watchdog import stall_limit_s
 from rlsys.orchestrator.worker_groups import Scorer
-from tests.support import tiny
+from tests.support import tiny, tiny_configs
 from tests.support.refusals import refused
 from tests.support.serving import Answer, Body, Server, served
 from tests.support.teachers import scored_by, sglang
@@ -123,13 +123,13 @@ async def test_scorer_puts_the_servers_log_probs_where_the_references_are(server
 
 
 async def test_server_has_transformers_log_probs_of_long_episodes(server: Server, tmp_path: Path) -> None:
-    model = reference.load(reference.make_model(reference.tiny_llama3(), tmp_path))
+    model = reference.load(reference.make_model(tiny_configs.llama3(), tmp_path))
     server.answer = scored_by(model)
     random = np.random.default_rng(3)
     samples = []
     for length in (8, 40, 90):
         mask = (np.arange(length) > 3) & (random.random(length) < 0.5)
-        samples.append(sample(random.integers(0, reference.VOCAB, length).tolist(), mask.tolist()))
+        samples.append(sample(random.integers(0, tiny_configs.VOCAB, length).tolist(), mask.tolist()))
     found, _ = await scored(settings(server.url), samples)
     for one, theirs in zip(samples, found, strict=True):
         tokens = torch.tensor(one.trajectory.tokens, dtype=torch.int64)[None]

@@ -21,7 +21,7 @@ from rlsys.weights.checkpoint.adapters import BaseModel
 from rlsys.weights.lora import adapter_map
 from rlsys.weights.weight_map import ADAPTER_PREFIX, Architecture, WeightMap, read_architecture
 from tests.rollout.bench import Bench, endless, greedy
-from tests.support import tiny
+from tests.support import tiny, tiny_configs
 from tests.support.tensors import digest_of, pack
 from tests.trainer import reference
 
@@ -81,7 +81,7 @@ def loaded(version: StagedVersion) -> Tensors:
 def test_engine_gets_every_weight_once_and_then_the_merged_layers(
     family: str, lora: LoraConfig, tmp_path: Path
 ) -> None:
-    model = reference.make_model(reference.TINY[family](tied=False), tmp_path)
+    model = reference.make_model(tiny_configs.FAMILIES[family](tied=False), tmp_path)
     base, architecture = reference.named_tensors(reference.load(model)), read_architecture(model)
     merger, digest = AdapterMerger(str(model), architecture, lora), BaseModel.of(model).digest
     held: dict[str, str] = {}
@@ -106,7 +106,9 @@ def test_engine_gets_every_weight_once_and_then_the_merged_layers(
 
 
 def test_a_frozen_model_that_changes_during_the_run_is_refused(tmp_path: Path) -> None:
-    models = [reference.make_model(reference.TINY["qwen2"](), tmp_path / str(seed), seed=seed) for seed in (1, 2)]
+    models = [
+        reference.make_model(tiny_configs.FAMILIES["qwen2"](), tmp_path / str(seed), seed=seed) for seed in (1, 2)
+    ]
     merger = AdapterMerger(str(models[0]), read_architecture(models[0]), SOME)
     adapters = adapters_of(read_architecture(models[0]), SOME, seed=1)
     staged(merger, 1, adapters)
@@ -117,7 +119,7 @@ def test_a_frozen_model_that_changes_during_the_run_is_refused(tmp_path: Path) -
 
 
 def test_predicted_hashes_of_unchanged_tensors_are_those_of_each_rank(tmp_path: Path) -> None:
-    model = reference.make_model(reference.TINY["qwen3_moe"](tied=False), tmp_path)
+    model = reference.make_model(tiny_configs.FAMILIES["qwen3_moe"](tied=False), tmp_path)
     architecture, lora = read_architecture(model), replace(SOME, targets=["q_proj"])
     merger = AdapterMerger(str(model), architecture, lora)
     checks = []

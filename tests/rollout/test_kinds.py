@@ -12,8 +12,8 @@ from rlsys.config.schema import SglangConfig, TransformersConfig
 from rlsys.orchestrator.validate import find_problems
 from rlsys.rollout.kinds import engine_class
 from rlsys.weights.weight_map import read_architecture
+from tests.support import tiny_configs
 from tests.support.composed import composed
-from tests.trainer import reference
 
 
 @pytest.mark.parametrize(
@@ -48,7 +48,7 @@ def test_replay_of_routes_needs_experts_and_an_engine_that_returns_them(settings
 
 
 def test_shared_experts_and_latent_attention_have_neither_routes_to_replay_nor_adapters(tmp_path: Path) -> None:
-    reference.tiny_deepseek().save_pretrained(tmp_path)
+    tiny_configs.deepseek().save_pretrained(tmp_path)
     config = composed(f"model.path={tmp_path}", "algorithm.router_replay=r3", "model.lora.rank=8")
     found = {problem.key: problem.code for problem in find_problems(config)}
     assert (found["algorithm.router_replay"], found["model.lora.rank"]) == ("unsupported", "unsupported")

@@ -17,8 +17,8 @@ from rlsys.rollout.staging import StagedVersion
 from rlsys.weights.bucket import ChecksumError, pack_into, unpack
 from rlsys.weights.transport import bucket_memory
 from rlsys.weights.weight_map import WeightMap, architecture_of
+from tests.support import tiny_configs
 from tests.support.tensors import digest_of, pack
-from tests.trainer import reference
 
 TENSORS = [(f"model.layers.{n}.input_layernorm.weight", torch.arange(50.0) + n) for n in range(4)]
 ATTENTION = "model.layers.0.self_attn"
@@ -31,7 +31,7 @@ SPLIT = (
 
 def weight_map(family: str = "qwen2", **changes: Any) -> WeightMap:
     """Map of a tiny model with two key-value heads, `changes` are fields of its architecture. Its sizes do not matter."""
-    return WeightMap(replace(architecture_of(reference.TINY[family]()), **changes))
+    return WeightMap(replace(architecture_of(tiny_configs.FAMILIES[family]()), **changes))
 
 
 def staged() -> StagedVersion:

@@ -9,27 +9,27 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, PretrainedConfig
 
 from rlsys.weights.hf_io import SINGLE, HfReader, with_attention_scale
+from tests.support import tiny_configs
 from tests.support.tensors import randomised, raw
-from tests.trainer import reference
 
 
 def configs(layers: int = 3) -> dict[str, PretrainedConfig]:
     """Config of each family, with and without tied embeddings."""
     return {
-        "deepseek-moe": reference.tiny_deepseek(layers),
-        "deepseek-moe-yarn": reference.tiny_deepseek(layers, q_lora_rank=20, yarn=True),
-        "gemma3": reference.tiny_gemma3(layers),
-        "glm4": reference.tiny_glm4(layers),
-        "gpt-oss": reference.tiny_gpt_oss(layers),
-        "llama": reference.tiny_llama3(layers),
-        "llama-tied": reference.tiny_llama3(layers, tied=True),
-        "ministral": reference.tiny_ministral(layers),
-        "mistral": reference.tiny_mistral(layers),
-        "phi3": reference.tiny_phi3(layers),
-        "qwen2": reference.tiny_config(layers, tied=False),
-        "qwen2-tied": reference.tiny_config(layers),
-        "qwen3": reference.tiny_qwen3(layers),
-        "qwen3-moe": reference.tiny_qwen3_moe(layers),
+        "deepseek-moe": tiny_configs.deepseek(layers),
+        "deepseek-moe-yarn": tiny_configs.deepseek(layers, q_lora_rank=20, yarn=True),
+        "gemma3": tiny_configs.gemma3(layers),
+        "glm4": tiny_configs.glm4(layers),
+        "gpt-oss": tiny_configs.gpt_oss(layers),
+        "llama": tiny_configs.llama3(layers),
+        "llama-tied": tiny_configs.llama3(layers, tied=True),
+        "ministral": tiny_configs.ministral(layers),
+        "mistral": tiny_configs.mistral(layers),
+        "phi3": tiny_configs.phi3(layers),
+        "qwen2": tiny_configs.qwen2(layers, tied=False),
+        "qwen2-tied": tiny_configs.qwen2(layers),
+        "qwen3": tiny_configs.qwen3(layers),
+        "qwen3-moe": tiny_configs.qwen3_moe(layers),
     }
 
 

@@ -53,10 +53,10 @@ from rlsys.orchestrator.weight_sync import WeightSync
 from rlsys.orchestrator.worker_groups import Checkpoints, launch_megatron
 from rlsys.train import train
 from rlsys.weights.checkpoint.store import CheckpointStore, RetentionPolicy
+from tests.support import tiny_configs
 from tests.support.megatron_processes import ANSWER_S, Host, HostedGroup, fork, forks, pool
 from tests.support.recorded_episodes import RIGHT, Recording, Shape, record
 from tests.support.scheduled import Arrivals, Learner, Outcome, Playback, Scorer, assemble
-from tests.trainer import reference
 
 STEPS, GROUPS, SAMPLES = 4, 4, 3
 SEED = 5
@@ -222,7 +222,7 @@ class RecordedSession(Session):
         workers = {"inference": MortalGroup("inference", hosts[:1]), "actor": MortalGroup("actor", hosts[1:])}
         parts: dict[str, Any] = {"rewards": None, "search": None, "workers": workers, "ray": RayWatch({})}
         super().__init__(config, run_dir, progress, FaultLog(run_dir / FAULTS), **parts)
-        recording = record(QUESTIONS, Shape(STEPS + 1, SAMPLES, reference.tiny_config().vocab_size), SEED)
+        recording = record(QUESTIONS, Shape(STEPS + 1, SAMPLES, tiny_configs.qwen2().vocab_size), SEED)
         self.engines, self.kill_switch, self.groups = Episodes(config, recording, kill), kill, workers
         if kill.victim:
             kill.kill = workers[kill.victim].kill

@@ -19,6 +19,7 @@ from rlsys.algorithms.losses import DIVISOR, LossInputs, divisor, policy_loss, r
 from rlsys.config.algorithm import AlgorithmConfig, OldLogprobs
 from rlsys.config.derived import full_kl
 from rlsys.data.trajectory import Sample
+from tests.support import tiny_configs
 from tests.support.trajectories import sample
 from tests.trainer import reference
 
@@ -32,7 +33,7 @@ def _samples() -> list[Sample]:
     for number, length in enumerate(random.integers(6, 21, size=11)):
         mask = (np.arange(length) >= 3) & (random.random(length) < 0.7) & (number != 4)
         advantages = random.standard_normal(length).astype(np.float32)
-        tokens = random.integers(0, reference.VOCAB, size=length)
+        tokens = random.integers(0, tiny_configs.VOCAB, size=length)
         samples.append(sample(tokens.tolist(), mask.tolist(), advantage=advantages.tolist()))
     return samples
 
@@ -51,7 +52,7 @@ class Policies:
     @classmethod
     def make(cls, family: str, folder: Path) -> Policies:
         names = [folder / name for name in ("sampling", "current", "reference")]
-        reference.make_model(reference.TINY[family](), names[0])
+        reference.make_model(tiny_configs.FAMILIES[family](), names[0])
         for seed, (name, scale) in enumerate(zip(names[1:], (0.01, 0.016), strict=True)):
             model = reference.load(names[0])
             torch.manual_seed(seed)

@@ -1,6 +1,6 @@
 """Independent reference for training: Hugging Face transformers and torch's AdamW in one process, float32."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -8,205 +8,21 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import (
-    AutoModelForCausalLM,
-    DeepseekV2Config,
-    Exaone4Config,
-    Gemma3TextConfig,
-    Glm4Config,
-    GptOssConfig,
-    LlamaConfig,
-    MinistralConfig,
-    MistralConfig,
-    Phi3Config,
-    PretrainedConfig,
-    Qwen2Config,
-    Qwen3Config,
-    Qwen3MoeConfig,
-)
+from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from rlsys.algorithms.losses import LossFunction, LossInputs, policy_loss
 from rlsys.config.algorithm import AlgorithmConfig, PpoLoss
 from rlsys.config.schema import AdamwConfig, MuonConfig, SgdConfig
 from rlsys.trainer.batches import MicroBatch
 from rlsys.weights.hf_io import with_attention_scale
-from tests.support.paths import PROJECT
 from tests.support.tensors import randomised
+from tests.support.tiny_configs import VOCAB
 
 ALGORITHM = AlgorithmConfig(policy_loss=PpoLoss(clip_high=0.28), kl_coef=0.1, entropy_coef=0.01)
 LOSS = policy_loss(ALGORITHM)
 TEMPERATURE = 0.7
 LOSS_LENGTH = 13
-VOCAB = 100
 Updates = AdamwConfig | MuonConfig | SgdConfig
-
-
-def tiny_config(layers: int = 3, tied: bool = True) -> PretrainedConfig:
-    return Qwen2Config(**_sizes(layers, tied))
-
-
-def tiny_qwen3(layers: int = 3, tied: bool = False) -> PretrainedConfig:
-    return Qwen3Config(**_sizes(layers, tied), head_dim=24)
-
-
-def tiny_qwen3_moe(layers: int = 3, tied: bool = False, norm_topk: bool = True) -> PretrainedConfig:
-    return Qwen3MoeConfig(
-        **_sizes(layers, tied),
-        head_dim=24,
-        num_experts=4,
-        num_experts_per_tok=2,
-        moe_intermediate_size=40,
-        norm_topk_prob=norm_topk,
-    )
-
-
-def tiny_llama3(layers: int = 3, tied: bool = False) -> PretrainedConfig:
-    """A Llama with the rotary scaling of Llama 3.1; a context of 100 reaches all three frequency ranges."""
-    rope = {
-        "rope_type": "llama3",
-        "rope_theta": 1234.0,
-        "factor": 8.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 32,
-    }
-    return LlamaConfig(**{**_sizes(layers, tied), "rope_parameters": rope})
-
-
-def tiny_mistral(layers: int = 3, tied: bool = False, window: int | None = None) -> PretrainedConfig:
-    return MistralConfig(**_sizes(layers, tied), head_dim=24, sliding_window=window)
-
-
-def tiny_ministral(layers: int = 3, tied: bool = False, window: int = 8) -> PretrainedConfig:
-    return MinistralConfig(**_sizes(layers, tied), head_dim=24, sliding_window=window, layer_types=_kinds(layers))
-
-
-def tiny_gemma3(layers: int = 3, tied: bool = True, window: int = 8) -> PretrainedConfig:
-    thetas = {"full_attention": 1234.0, "sliding_attention": 345.0}
-    rope = {kind: {"rope_type": "default", "rope_theta": theta} for kind, theta in thetas.items()}
-    return Gemma3TextConfig(
-        **{**_sizes(layers, tied), "rope_parameters": rope},
-        head_dim=24,
-        query_pre_attn_scalar=20,
-        sliding_window=window,
-        layer_types=_kinds(layers),
-        **_TOKENS,
-    )
-
-
-def _kinds(layers: int) -> list[str]:
-    return ["full_attention" if layer % 2 else "sliding_attention" for layer in range(layers)]
-
-
-def tiny_phi3(layers: int = 3, tied: bool = False, window: int | None = None) -> PretrainedConfig:
-    """A Phi-4 with rotary positions on 12 of a head's 16 dimensions, as in Phi-4-mini."""
-    rope = {"rope_type": "default", "rope_theta": 1234.0, "partial_rotary_factor": 0.75}
-    return Phi3Config(**{**_sizes(layers, tied), "rope_parameters": rope}, sliding_window=window, **_TOKENS)
-
-
-def tiny_glm4(layers: int = 3, tied: bool = False, bias: bool = True) -> PretrainedConfig:
-    sizes = _sizes(layers, tied)
-    rope = {"rope_type": "default", "rope_theta": 1234.0, "partial_rotary_factor": 0.5}
-    return Glm4Config(**{**sizes, "rope_parameters": rope}, head_dim=24, attention_bias=bias, **_TOKENS)
-
-
-def tiny_deepseek(
-    layers: int = 3, tied: bool = False, q_lora_rank: int | None = None, yarn: bool = False
-) -> PretrainedConfig:
-    """A DeepSeek-V2-Lite with a dense first layer; heads of queries and keys are larger than those of values."""
-    sizes = {**_sizes(layers, tied), "num_key_value_heads": 4}
-    if yarn:
-        sizes["rope_parameters"] = YARN
-    return DeepseekV2Config(
-        **sizes,
-        q_lora_rank=q_lora_rank,
-        kv_lora_rank=24,
-        qk_nope_head_dim=16,
-        qk_rope_head_dim=8,
-        v_head_dim=12,
-        first_k_dense_replace=1,
-        n_routed_experts=4,
-        n_shared_experts=2,
-        num_experts_per_tok=2,
-        moe_intermediate_size=40,
-        routed_scaling_factor=1.5,
-        **_TOKENS,
-    )
-
-
-YARN = {
-    "rope_type": "yarn",
-    "rope_theta": 1234.0,
-    "factor": 8.0,
-    "original_max_position_embeddings": 16,
-    "beta_fast": 1,
-    "beta_slow": 0.1,
-    "mscale": 0.6,
-    "mscale_all_dim": 0.9,
-}
-"""Of the four frequencies of a `tiny_deepseek`, one stays, one is interpolated, and two are divided."""
-
-
-def tiny_gpt_oss(
-    layers: int = 3, tied: bool = False, window: int = 8, truncate: bool = False, attention_factor: float | None = None
-) -> PretrainedConfig:
-    """A gpt-oss whose original context of 16 reaches fast, slow and interpolated pairs of dimensions."""
-    rope = {
-        "rope_type": "yarn",
-        "rope_theta": 1234.0,
-        "factor": 8.0,
-        "beta_fast": 2.0,
-        "beta_slow": 0.25,
-        "truncate": truncate,
-        "original_max_position_embeddings": 16,
-        **({} if attention_factor is None else {"attention_factor": attention_factor}),
-    }
-    return GptOssConfig(
-        **{**_sizes(layers, tied), "rope_parameters": rope},
-        head_dim=24,
-        num_local_experts=4,
-        num_experts_per_tok=2,
-        sliding_window=window,
-        layer_types=_kinds(layers),
-        **_TOKENS,
-    )
-
-
-def tiny_exaone4(layers: int = 3) -> PretrainedConfig:
-    """An EXAONE 4.0 with global layers without rotary positions; its family is not built in: `OWN_FAMILY`."""
-    return Exaone4Config(**_sizes(layers, tied=False), head_dim=24, sliding_window=8, layer_types=_kinds(layers))
-
-
-_TOKENS = {"pad_token_id": None, "eos_token_id": 1}
-"""In transformers, a padding token's embedding is not trained."""
-OWN_FAMILY = str(PROJECT / "examples/extend/family.yaml")
-TINY: dict[str, Callable[..., PretrainedConfig]] = {
-    "deepseek_v2": tiny_deepseek,
-    "gemma3_text": tiny_gemma3,
-    "glm4": tiny_glm4,
-    "gpt_oss": tiny_gpt_oss,
-    "llama": tiny_llama3,
-    "ministral": tiny_ministral,
-    "mistral": tiny_mistral,
-    "phi3": tiny_phi3,
-    "qwen2": tiny_config,
-    "qwen3": tiny_qwen3,
-    "qwen3_moe": tiny_qwen3_moe,
-}
-
-
-def _sizes(layers: int, tied: bool) -> dict[str, object]:
-    return {
-        "vocab_size": VOCAB,
-        "hidden_size": 64,
-        "intermediate_size": 96,
-        "num_hidden_layers": layers,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 128,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 1234.0},
-        "tie_word_embeddings": tied,
-    }
 
 
 def make_model(config: PretrainedConfig, folder: Path, seed: int = 0) -> Path:

@@ -13,6 +13,7 @@ import torch
 from rlsys.config.schema import AdamwConfig
 from rlsys.errors import RunError
 from rlsys.trainer.batches import MicroBatch, collate
+from tests.support import tiny_configs
 from tests.support.megatron_processes import Group, on_ranks
 from tests.trainer import reference
 from tests.trainer.harness import make_actor, weights_of
@@ -66,7 +67,7 @@ def _variants(group: Group, model: Path) -> dict[str, dict[str, torch.Tensor]]:
 
 
 def test_masked_tokens_get_no_gradient_and_micro_batch_splits_change_nothing(tmp_path: Path) -> None:
-    model = reference.make_model(reference.tiny_config(layers=2), tmp_path / "model")
+    model = reference.make_model(tiny_configs.qwen2(layers=2), tmp_path / "model")
     (results,) = on_ranks(_variants, 1, model)
     plain = results.pop("plain")
     for name, tensor in plain.items():

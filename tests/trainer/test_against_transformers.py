@@ -15,6 +15,7 @@ from rlsys.trainer.log_prob import LogProbWorker, ReferencePlan
 from rlsys.trainer.optimizer import learning_rate
 from rlsys.weights.bucket import Bucket, ChecksumError, unpack
 from rlsys.weights.weight_map import largest_tensor_bytes, read_architecture
+from tests.support import tiny_configs
 from tests.support.megatron_processes import Group, on_ranks
 from tests.support.tensors import digest_of
 from tests.trainer import reference
@@ -139,12 +140,12 @@ def _of_trained(values: np.ndarray, batch: MicroBatch) -> np.ndarray:
     [*LAYOUTS, *(pytest.param(*case, id=name, marks=pytest.mark.slow) for name, case in MORE_LAYOUTS.items())],
 )
 def test_training_and_logprobs_equal_transformers(layout: Layout, family: str, tmp_path: Path) -> None:
-    check_training(layout, reference.make_model(reference.TINY[family](tied=layout.tied), tmp_path / "model"))
+    check_training(layout, reference.make_model(tiny_configs.FAMILIES[family](tied=layout.tied), tmp_path / "model"))
 
 
 @pytest.mark.slow
 def test_training_with_latent_queries_and_yarn_equals_transformers(tmp_path: Path) -> None:
-    config = reference.tiny_deepseek(q_lora_rank=20, yarn=True)
+    config = tiny_configs.deepseek(q_lora_rank=20, yarn=True)
     check_training(replace(TP2_PP2, ep=2, pp_layers=(2, 1)), reference.make_model(config, tmp_path / "model"))
 
 

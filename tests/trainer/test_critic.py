@@ -14,6 +14,7 @@ from rlsys.algorithms.losses import ValueLoss
 from rlsys.config.schema import AdamwConfig, ParallelConfig
 from rlsys.trainer.actor import Critic
 from rlsys.trainer.batches import MicroBatch, collate
+from tests.support import tiny_configs
 from tests.support.megatron_processes import Group, on_ranks
 from tests.support.refusals import refused
 from tests.trainer import reference
@@ -137,7 +138,7 @@ def _assert_values(found: list[np.ndarray], model: torch.nn.Module, tolerance: f
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_critic_values_and_training_equal_transformers(layout: Layout, tmp_path: Path) -> None:
-    policy = reference.make_model(reference.tiny_config(tied=layout.tied), tmp_path / "policy")
+    policy = reference.make_model(tiny_configs.qwen2(tied=layout.tied), tmp_path / "policy")
     model = _classifier(policy, tmp_path / "model")
     world = layout.processes
     results = on_ranks(_in_group, world, layout, model, tmp_path / "checkpoint")
@@ -175,5 +176,5 @@ def _new_critic(group: Group, policy: Path, two_labels: Path) -> None:
 
 
 def test_new_critic_predicts_zero_and_refuses_missing_returns_and_two_labels(tmp_path: Path) -> None:
-    policy = reference.make_model(reference.tiny_config(layers=2, tied=False), tmp_path / "policy")
+    policy = reference.make_model(tiny_configs.qwen2(layers=2, tied=False), tmp_path / "policy")
     on_ranks(_new_critic, 1, policy, _classifier(policy, tmp_path / "two_labels", labels=2))

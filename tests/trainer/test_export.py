@@ -19,6 +19,7 @@ from rlsys.trainer.log_prob import LogProbWorker
 from rlsys.trainer.mesh import mesh_coordinates
 from rlsys.weights.bucket import Bucket, digest, unpack
 from rlsys.weights.weight_map import largest_tensor_bytes, read_architecture
+from tests.support import tiny_configs
 from tests.support import transport_ends as ends
 from tests.support.megatron_processes import Group, on_ranks
 from tests.support.tensors import digest_of, pack
@@ -57,8 +58,8 @@ def _in_process(group: Group, model: Path, other: Path) -> None:
 
 
 def test_bucket_of_the_largest_tensor_suffices_and_its_memory_can_be_reused(tmp_path: Path) -> None:
-    model = reference.make_model(reference.tiny_config(), tmp_path / "model")
-    other = reference.make_model(reference.tiny_config(), tmp_path / "other", seed=5)
+    model = reference.make_model(tiny_configs.qwen2(), tmp_path / "model")
+    other = reference.make_model(tiny_configs.qwen2(), tmp_path / "other", seed=5)
     on_ranks(_in_process, 1, model, other)
 
 
@@ -103,7 +104,7 @@ def _every_stage_sends(group: Group, models: list[Path], folder: Path, mode: Syn
 
 @pytest.mark.parametrize("mode", [SyncMode.ipc, SyncMode.tensor], ids=str)
 def test_tensors_of_all_pipeline_stages_arrive_in_device_memory(mode: SyncMode, tmp_path: Path) -> None:
-    shape = reference.tiny_config(tied=False)
+    shape = tiny_configs.qwen2(tied=False)
     models = [reference.make_model(shape, tmp_path / str(seed), seed=seed) for seed in (1, 2)]
     on_ranks(_every_stage_sends, 2, models, tmp_path, mode)
 
@@ -150,5 +151,5 @@ def _experts_come_together(group: Group, model: Path, ep: int) -> None:
 
 @pytest.mark.parametrize("ep", [2, 4])
 def test_experts_of_other_ranks_come_in_one_transfer_per_bucket(ep: int, tmp_path: Path) -> None:
-    model = reference.make_model(reference.TINY["qwen3_moe"](), tmp_path / "model")
+    model = reference.make_model(tiny_configs.FAMILIES["qwen3_moe"](), tmp_path / "model")
     on_ranks(_experts_come_together, ep, model, ep)

@@ -17,40 +17,41 @@ from rlsys.trainer.model.stage_model import PolicyModel
 from rlsys.weights.hf_io import HfReader
 from rlsys.weights.weight_map import read_architecture
 from scripts import models_reference
+from tests.support import tiny_configs
 from tests.support.megatron_processes import Group, on_ranks
 from tests.trainer import reference
 from tests.trainer.harness import local_model
 
 WIDTH = 120
 FAMILIES: dict[str, PretrainedConfig] = {
-    "deepseek_v2": reference.tiny_deepseek(),
-    "deepseek_v2 with YaRN and latent queries": reference.tiny_deepseek(q_lora_rank=20, yarn=True),
-    "gemma3": reference.tiny_gemma3(window=50),
-    "gemma3, separate output layer": reference.tiny_gemma3(tied=False),
-    "glm4": reference.tiny_glm4(),
-    "glm4 without biases, tied": reference.tiny_glm4(tied=True, bias=False),
-    "gpt_oss": reference.tiny_gpt_oss(),
-    "gpt_oss, truncated YaRN, tied": reference.tiny_gpt_oss(tied=True, window=50, truncate=True, attention_factor=1.3),
-    "llama": reference.tiny_llama3(),
-    "llama, tied": reference.tiny_llama3(tied=True),
-    "mistral": reference.tiny_mistral(),
-    "mistral, as long as its window": reference.tiny_mistral(window=WIDTH),
-    "mistral, beyond its window": reference.tiny_mistral(window=WIDTH - 1),
-    "ministral": reference.tiny_ministral(),
-    "phi3": reference.tiny_phi3(),
-    "phi3 with a window, tied": reference.tiny_phi3(tied=True, window=40),
-    "qwen2": reference.tiny_config(tied=False),
-    "qwen2, tied": reference.tiny_config(),
-    "qwen3": reference.tiny_qwen3(),
-    "qwen3, tied": reference.tiny_qwen3(tied=True),
-    "qwen3_moe": reference.tiny_qwen3_moe(),
-    "qwen3_moe, weights not normalised": reference.tiny_qwen3_moe(norm_topk=False),
+    "deepseek_v2": tiny_configs.deepseek(),
+    "deepseek_v2 with YaRN and latent queries": tiny_configs.deepseek(q_lora_rank=20, yarn=True),
+    "gemma3": tiny_configs.gemma3(window=50),
+    "gemma3, separate output layer": tiny_configs.gemma3(tied=False),
+    "glm4": tiny_configs.glm4(),
+    "glm4 without biases, tied": tiny_configs.glm4(tied=True, bias=False),
+    "gpt_oss": tiny_configs.gpt_oss(),
+    "gpt_oss, truncated YaRN, tied": tiny_configs.gpt_oss(tied=True, window=50, truncate=True, attention_factor=1.3),
+    "llama": tiny_configs.llama3(),
+    "llama, tied": tiny_configs.llama3(tied=True),
+    "mistral": tiny_configs.mistral(),
+    "mistral, as long as its window": tiny_configs.mistral(window=WIDTH),
+    "mistral, beyond its window": tiny_configs.mistral(window=WIDTH - 1),
+    "ministral": tiny_configs.ministral(),
+    "phi3": tiny_configs.phi3(),
+    "phi3 with a window, tied": tiny_configs.phi3(tied=True, window=40),
+    "qwen2": tiny_configs.qwen2(tied=False),
+    "qwen2, tied": tiny_configs.qwen2(),
+    "qwen3": tiny_configs.qwen3(),
+    "qwen3, tied": tiny_configs.qwen3(tied=True),
+    "qwen3_moe": tiny_configs.qwen3_moe(),
+    "qwen3_moe, weights not normalised": tiny_configs.qwen3_moe(norm_topk=False),
 }
 
 
 def _batch() -> MicroBatch:
     """Two rows of `WIDTH` tokens, of which all but the first are targets."""
-    tokens = np.random.default_rng(5).integers(0, reference.VOCAB, size=(2, WIDTH))
+    tokens = np.random.default_rng(5).integers(0, tiny_configs.VOCAB, size=(2, WIDTH))
     mask = np.arange(WIDTH)[None, :].repeat(2, axis=0) > 0
     lengths = np.full(2, WIDTH)
     return MicroBatch(tokens, lengths, mask, np.zeros(tokens.shape, np.float32))
@@ -85,7 +86,7 @@ def test_logits_of_every_family_equal_transformers(tmp_path: Path) -> None:
 
 def check_model(path: Path, logits: Tensor, exported: dict[str, Tensor]) -> None:
     """Assert that the results of `logits_and_export` equal what transformers computes and what the folder holds."""
-    torch.testing.assert_close(logits[:, : reference.VOCAB], _expected(path), rtol=2e-5, atol=5e-5, msg=path.name)
+    torch.testing.assert_close(logits[:, : tiny_configs.VOCAB], _expected(path), rtol=2e-5, atol=5e-5, msg=path.name)
     original = HfReader(path)
     assert original.names() == exported.keys(), path.name
     for tensor, value in exported.items():

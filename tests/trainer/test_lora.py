@@ -13,6 +13,7 @@ from torch import Tensor
 from rlsys.config.schema import LoraConfig, LoraSync
 from rlsys.trainer.batches import MicroBatch
 from rlsys.weights.weight_map import ADAPTER_PREFIX
+from tests.support import tiny_configs
 from tests.support.megatron_processes import on_ranks
 from tests.trainer import reference
 from tests.trainer.harness import Layout
@@ -73,7 +74,7 @@ def _close(actual: Any, expected: Any, tolerance: float, name: str = "") -> None
 @pytest.mark.parametrize("case", [*LAYOUTS, *(pytest.param(name, marks=pytest.mark.slow) for name in MORE_LAYOUTS)])
 def test_training_scoring_and_merged_weights_equal_peft(case: str, tmp_path: Path) -> None:
     layout, lora, family = (LAYOUTS | MORE_LAYOUTS)[case]
-    model = reference.make_model(reference.TINY[family](tied=layout.tied), tmp_path / "model")
+    model = reference.make_model(tiny_configs.FAMILIES[family](tied=layout.tied), tmp_path / "model")
     theirs = adapted(model, lora, tmp_path / "adapters")
     ranks = on_ranks(train_and_score, layout.processes, layout, lora, model, tmp_path / "adapters")
     first, base = ranks[0], reference.named_tensors(reference.load(model))
@@ -143,15 +144,15 @@ def _check_scores(found: list[Any], batches: list[MicroBatch], policy: list[Tens
 
 
 def test_logits_and_gradients_equal_peft(tmp_path: Path) -> None:
-    model = reference.make_model(reference.tiny_config(), tmp_path / "model")
+    model = reference.make_model(tiny_configs.qwen2(), tmp_path / "model")
     theirs = adapted(model, LORA, tmp_path / "adapters")
     batch = reference.make_batches(3, seed=9)[2]
     (found,) = on_ranks(logits_and_gradients, 1, model, tmp_path / "adapters", LORA, batch)
     rows, columns = np.nonzero(batch.loss_mask)
     place = torch.tensor(rows), torch.tensor(columns - 1)
     with theirs.disable_adapter():
-        _close(found["off"][:, : reference.VOCAB], theirs(torch.tensor(batch.tokens)).logits[place].detach(), 5e-5)
-    _close(found["logits"][:, : reference.VOCAB], theirs(torch.tensor(batch.tokens)).logits[place].detach(), 5e-5)
+        _close(found["off"][:, : tiny_configs.VOCAB], theirs(torch.tensor(batch.tokens)).logits[place].detach(), 5e-5)
+    _close(found["logits"][:, : tiny_configs.VOCAB], theirs(torch.tensor(batch.tokens)).logits[place].detach(), 5e-5)
     torch.stack([loss for loss, _ in reference.by_sequence(theirs, [batch])]).sum().backward()
     gradients = {name: one.grad for name, one in theirs.named_parameters() if one.requires_grad}
     assert {name.replace(".default", "") for name in gradients} == found["gradients"].keys()
@@ -171,7 +172,7 @@ def test_with_sync_adapters_alone_are_sent_by_the_actor_and_by_the_inference_gro
 ) -> None:
     """The engine of a test in tests/rollout merges them. Their digest depends on the frozen model."""
     alone = replace(SOME, sync=LoraSync.adapters)
-    shape = reference.TINY["qwen2"]()
+    shape = tiny_configs.FAMILIES["qwen2"]()
     models = [reference.make_model(shape, tmp_path / str(seed), seed=seed) for seed in (1, 2)]
     theirs = peft.get_peft_model_state_dict(adapted(models[0], alone, tmp_path / "adapters"))
     found = on_ranks(sent_alone, layout.processes, layout, alone, models, tmp_path / "adapters")[0]
@@ -182,7 +183,7 @@ def test_with_sync_adapters_alone_are_sent_by_the_actor_and_by_the_inference_gro
 
 
 def test_dropout_changes_each_output_but_not_its_mean(tmp_path: Path) -> None:
-    model = reference.make_model(reference.TINY["qwen2"](), tmp_path / "model")
+    model = reference.make_model(tiny_configs.FAMILIES["qwen2"](), tmp_path / "model")
     (found,) = on_ranks(dropped, 1, model, replace(LORA, dropout=0.3))
     assert [name.split(".")[-2] for name in found] == ["linear_qkv", "linear_proj"]
     for name, (expected, mean, error) in found.items():

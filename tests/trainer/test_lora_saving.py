@@ -12,6 +12,7 @@ from rlsys.config.schema import ParallelConfig
 from rlsys.weights.checkpoint.megatron_reader import open_checkpoint
 from rlsys.weights.convert.conversion import PEFT_WEIGHTS, megatron_to_hf, megatron_to_peft
 from rlsys.weights.weight_map import ADAPTER_PREFIX
+from tests.support import tiny_configs
 from tests.support.megatron_processes import on_ranks
 from tests.support.refusals import refused
 from tests.trainer import reference
@@ -23,8 +24,8 @@ def _same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
 
 
 def test_adapters_resume_exactly_and_become_peft_and_hugging_face_models(tmp_path: Path) -> None:
-    model = reference.make_model(reference.tiny_config(), tmp_path / "model")
-    other = reference.make_model(reference.tiny_config(), tmp_path / "other", seed=7)
+    model = reference.make_model(tiny_configs.qwen2(), tmp_path / "model")
+    other = reference.make_model(tiny_configs.qwen2(), tmp_path / "other", seed=7)
     saved = tmp_path / "saved"
     results = on_ranks(saved_and_resumed, 2, model, other, saved, ParallelConfig(pp=2, pp_layers=[2, 1]))
     found = results[0]
@@ -70,7 +71,7 @@ def _check_conversions(model: Path, other: Path, saved: Path, exported: dict[str
 
 
 def test_checkpoint_of_a_whole_model_has_no_adapters(tmp_path: Path) -> None:
-    model = reference.make_model(reference.tiny_config(), tmp_path / "model")
+    model = reference.make_model(tiny_configs.qwen2(), tmp_path / "model")
     (found,) = on_ranks(whole_then_adapted, 1, model, tmp_path / "saved")
     assert found == ("mismatch", "model.lora.rank")
     with refused("mismatch", "--adapter"):

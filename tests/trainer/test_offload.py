@@ -22,6 +22,7 @@ from rlsys.trainer.actor import Actor
 from rlsys.trainer.log_prob import LogProbWorker, ReferencePlan
 from rlsys.trainer.offload import HostBlocks, HostMemoryBackup, Offload
 from rlsys.weights.transport import open_sender
+from tests.support import tiny_configs
 from tests.support.megatron_processes import Group, on_ranks
 from tests.support.tensors import digest_of
 from tests.trainer import reference
@@ -196,7 +197,7 @@ def _trained_with_and_without_offloading(
 def test_run_that_offloads_equals_one_that_does_not(
     processes: int, parallel: ParallelConfig, distributed: bool, dtype: Dtype, tmp_path: Path
 ) -> None:
-    model = reference.make_model(reference.tiny_config(), tmp_path / "model")
+    model = reference.make_model(tiny_configs.qwen2(), tmp_path / "model")
     wanted, got = on_ranks(
         _trained_with_and_without_offloading, processes, model, tmp_path, parallel, distributed, dtype
     )[0]
@@ -259,5 +260,5 @@ def _refusals(group: Group, model: Path, out: Path) -> None:
 
 
 def test_calls_are_refused_while_memory_is_offloaded(tmp_path: Path) -> None:
-    model = reference.make_model(reference.tiny_config(), tmp_path / "model")
+    model = reference.make_model(tiny_configs.qwen2(), tmp_path / "model")
     on_ranks(_refusals, 1, model, tmp_path)

@@ -14,6 +14,7 @@ from rlsys.trainer import optimizer as adam
 from rlsys.trainer.actor import Actor
 from rlsys.trainer.model.stage_model import PolicyModel, TargetLogitsModel
 from rlsys.weights.weight_map import WeightMap, architecture_of
+from tests.support import tiny_configs
 from tests.support.megatron_processes import Group, on_ranks
 from tests.trainer import reference
 from tests.trainer.harness import TOTAL_STEPS, Layout, make_actor, weights_of
@@ -65,7 +66,7 @@ def _in_group(group: Group, layout: Layout, model: Path) -> dict[str, Any]:
     ],
 )
 def test_overlapped_communication_changes_no_step(layout: Layout, tmp_path: Path) -> None:
-    make = reference.tiny_qwen3_moe if layout.ep > 1 else reference.tiny_config
+    make = tiny_configs.qwen3_moe if layout.ep > 1 else tiny_configs.qwen2
     model = reference.make_model(make(layers=2, tied=layout.tied), tmp_path / "model")
     ranks = on_ranks(_in_group, layout.processes, layout, model)
     plain = ranks[0]["plain"]
@@ -164,7 +165,7 @@ def test_steps_equal_those_of_a_reference_and_resume_exactly(
     optimizer: reference.Updates, layout: Layout, dtype: Dtype, tmp_path: Path
 ) -> None:
     """The references are torch's SGD in float32, and Muon by singular values in float64."""
-    make = reference.tiny_qwen3_moe if layout.ep > 1 else reference.tiny_config
+    make = tiny_configs.qwen3_moe if layout.ep > 1 else tiny_configs.qwen2
     path = reference.make_model(make(layers=sum(layout.pp_layers or (2,)), tied=layout.tied), tmp_path / "model")
     ranks = on_ranks(_steps, layout.processes, layout, path, dtype, optimizer, tmp_path)
     found = ranks[0]
@@ -182,9 +183,9 @@ def test_steps_equal_those_of_a_reference_and_resume_exactly(
     assert any((found["trained"][name] - tensor).abs().max() > 1e-3 for name, tensor in before.items())
 
 
-@pytest.mark.parametrize("family", reference.TINY)
+@pytest.mark.parametrize("family", tiny_configs.FAMILIES)
 def test_muon_steps_the_matrices_of_layers_but_the_router(family: str) -> None:
-    config = reference.TINY[family](layers=2, tied=False)
+    config = tiny_configs.FAMILIES[family](layers=2, tied=False)
     model = AutoModelForCausalLM.from_config(config)
     linears = {f"{name}.weight" for name, one in model.named_modules() if isinstance(one, torch.nn.Linear)}
     experts = {name for name in reference.named_tensors(model) if ".experts." in name and not name.endswith(".bias")}
@@ -204,7 +205,7 @@ def _last_step(group: Group, model: Path, folder: Path) -> dict[str, torch.Tenso
 @pytest.mark.slow
 def test_momentum_of_shards_resumes_in_one_process(tmp_path: Path) -> None:
     layout = Layout(tp=2, pp=2, pp_layers=(2, 1), tied=False)
-    path = reference.make_model(reference.tiny_config(layers=3, tied=False), tmp_path / "model")
+    path = reference.make_model(tiny_configs.qwen2(layers=3, tied=False), tmp_path / "model")
     trained = on_ranks(_steps, 4, layout, path, Dtype.float32, MUON, tmp_path)[0]["trained"]
     (resumed,) = on_ranks(_last_step, 1, path, tmp_path / str(STEPS - 1))
     for name, tensor in trained.items():
@@ -256,5 +257,5 @@ def _apart(group: Group, model: Path, folder: Path) -> None:
 
 
 def test_frozen_parameter_is_exported_and_one_beside_the_weight_map_is_trained_and_saved(tmp_path: Path) -> None:
-    model = reference.make_model(reference.tiny_config(layers=2), tmp_path / "model")
+    model = reference.make_model(tiny_configs.qwen2(layers=2), tmp_path / "model")
     on_ranks(_apart, 1, model, tmp_path / "saved")

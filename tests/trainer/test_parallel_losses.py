@@ -41,6 +41,7 @@ from rlsys.trainer.actor import Actor, Objective
 from rlsys.trainer.batches import Accumulated, BatchSharder, OptimizerStep
 from rlsys.trainer.log_prob import LogProbWorker, ReferencePlan, ReferencePolicy, Teacher, TopkPlan
 from rlsys.weights.hf_io import HfReader
+from tests.support import tiny_configs
 from tests.support.megatron_processes import Group, on_ranks
 from tests.support.tensors import digest_of, pack
 from tests.trainer import reference
@@ -206,7 +207,7 @@ def worlds(tmp_path_factory: pytest.TempPathFactory) -> Worlds:
     def world(family: str, teacher: str | None) -> tuple[Policies, dict[str, Expected]]:
         policies = Policies.make(family, tmp_path_factory.mktemp("policies"))
         if teacher is not None:
-            shape = reference.TINY[teacher](layers=4)
+            shape = tiny_configs.FAMILIES[teacher](layers=4)
             policies = replace(policies, reference=reference.make_model(shape, policies.reference / "teacher"))
         alone = OneProcess(policies)
         return policies, {case: alone.expected(config) for case, config in CASES.items()}

@@ -15,6 +15,7 @@ from rlsys.trainer.log_prob import LogProbWorker, ReferencePlan, Teacher
 from rlsys.trainer.offload import OffloadStats
 from rlsys.weights.convert.conversion import megatron_to_hf
 from rlsys.weights.hf_io import HfReader
+from tests.support import tiny_configs
 from tests.support.megatron_processes import HostedGroup, pool, rendezvous
 from tests.support.tensors import digest_of, pack
 from tests.trainer import reference
@@ -99,7 +100,7 @@ class SelfUpdatingWorker(LogProbWorker):
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(reference.make_model(reference.tiny_config(), tmp_path_factory.mktemp("model")))
+    return str(reference.make_model(tiny_configs.qwen2(), tmp_path_factory.mktemp("model")))
 
 
 async def start(layout: str, model: str, *more: Any) -> HostedGroup:
@@ -221,7 +222,7 @@ async def test_worker_without_a_reference_returns_nothing_of_one(model: str) -> 
 
 
 async def test_teacher_of_another_family_and_depth_scores_as_transformers_do(model: str, tmp_path: Path) -> None:
-    folder = reference.make_model(reference.tiny_llama3(layers=4), tmp_path)
+    folder = reference.make_model(tiny_configs.llama3(layers=4), tmp_path)
     batches, teacher = reference.make_batches(2), reference.load(folder)
     group = await start("tp2", model, replace(FIXED, teacher=Teacher(local_model(folder))))
     await group.call("updates", 1, 1)  # The policy moves, and its teacher stays.

@@ -28,6 +28,7 @@ from rlsys.orchestrator.worker_groups import scores_of
 from rlsys.trainer.actor import Objective
 from rlsys.trainer.batches import BatchSharder
 from rlsys.trainer.log_prob import LogProbWorker, ReferencePlan
+from tests.support import tiny_configs
 from tests.support.megatron_processes import Group, on_ranks
 from tests.trainer import reference
 from tests.trainer.harness import local_model, make_actor, weights_of
@@ -191,7 +192,7 @@ class World:
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> World:
-    folder = reference.make_model(reference.tiny_qwen3_moe(LAYERS), tmp_path_factory.mktemp("model"))
+    folder = reference.make_model(tiny_configs.qwen3_moe(LAYERS), tmp_path_factory.mktemp("model"))
     samples = given_routes()
     free, _, own = by_transformers(folder, SAMPLES)
     logprobs, gradients, _ = by_transformers(folder, samples)

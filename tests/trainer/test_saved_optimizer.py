@@ -11,6 +11,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from rlsys.trainer import optimizer as adam
 from rlsys.trainer.actor import Actor
+from tests.support import tiny_configs
 from tests.support.megatron_processes import Group, on_ranks
 from tests.trainer import reference
 from tests.trainer.harness import OPTIMIZER, make_actor, weights_of
@@ -60,7 +61,7 @@ def _saved_in_both_ways(group: Group, model: Path, folder: Path) -> tuple[list[i
 def test_state_is_gathered_in_pieces_saved_as_megatron_saves_it_and_read_by_the_ranks_that_keep_it(
     tmp_path: Path,
 ) -> None:
-    model = reference.make_model(reference.tiny_config(), tmp_path / "model")
+    model = reference.make_model(tiny_configs.qwen2(), tmp_path / "model")
     (_, first, count), (_, second, _) = results = on_ranks(_saved_in_both_ways, 2, model, tmp_path)
     assert first | second == {*range(count)}
     assert len(first & second) <= 1, "only the parameter that is cut is read by both"
@@ -96,7 +97,7 @@ def _resumed(group: Group, model: Path, folder: Path) -> list[dict[str, torch.Te
 
 def test_state_resumes_exactly_from_buckets_with_padding_between_them(tmp_path: Path) -> None:
     """Megatron-core 0.16.1 would save the parameters of later buckets shifted by the padding before them."""
-    model = reference.make_model(reference.tiny_config(), tmp_path / "model")
+    model = reference.make_model(tiny_configs.qwen2(), tmp_path / "model")
     undisturbed, resumed = on_ranks(_resumed, 2, model, tmp_path / "saved")[0]
     assert all(torch.equal(undisturbed[name], resumed[name]) for name in undisturbed)
 

@@ -25,6 +25,7 @@ from rlsys.trainer.model.logprobs import divergence_of
 from rlsys.trainer.model.stage_model import PolicyModel
 from rlsys.trainer.offload import OffloadStats
 from rlsys.weights.checkpoint.store import WriteStats, is_complete
+from tests.support import tiny_configs
 from tests.support.megatron_processes import Host, HostedGroup, fresh, pool, rendezvous
 from tests.trainer import reference
 from tests.trainer.harness import OBJECTIVE, OPTIMIZER, local_model, weights_of
@@ -142,7 +143,7 @@ class ObservedActor(Actor):
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(reference.make_model(reference.tiny_config(), tmp_path_factory.mktemp("model") / "model"))
+    return str(reference.make_model(tiny_configs.qwen2(), tmp_path_factory.mktemp("model") / "model"))
 
 
 async def start(
@@ -214,7 +215,7 @@ async def test_checkpoint_holds_the_state_at_the_start_of_the_save(model: str, t
 async def test_run_resumes_exactly_under_its_layout_and_to_rounding_under_another(
     family: str, layouts: list[ParallelConfig], dtype: Dtype, distributed: bool, tmp_path: Path
 ) -> None:
-    model = str(reference.make_model(reference.TINY[family](), tmp_path / "model"))
+    model = str(reference.make_model(tiny_configs.FAMILIES[family](), tmp_path / "model"))
     group = await start(model, layouts[0], False, dtype, distributed)
     await group.call("train", 0, 1)
     saved = await weights_in(group)
@@ -367,7 +368,7 @@ async def test_checkpoint_of_another_model_is_refused(
     saved: dict[str, Any], loading: dict[str, Any], named: str, tmp_path: Path
 ) -> None:
     folder = str(tmp_path / "saved")
-    models = [reference.make_model(reference.tiny_config(**one), tmp_path / str(one)) for one in (saved, loading)]
+    models = [reference.make_model(tiny_configs.qwen2(**one), tmp_path / str(one)) for one in (saved, loading)]
     await (await start(str(models[0]))).call("save", folder)
     group = await start(str(models[1]))
     for kind, message, _ in await group.call("fails", "load", folder):

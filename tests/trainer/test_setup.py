@@ -17,6 +17,7 @@ from rlsys.trainer.mesh import Rendezvous, mesh_coordinates
 from rlsys.trainer.model.layers import choose_layers, fuse_accumulation, kernel_settings, repeat_empty_states
 from rlsys.trainer.model.stage_model import transformer_config
 from rlsys.weights.weight_map import architecture_of, read_architecture
+from tests.support import tiny_configs
 from tests.support.megatron_processes import Group, on_ranks
 from tests.support.refusals import refused
 from tests.trainer import reference
@@ -102,7 +103,7 @@ def test_fp8_needs_transformer_engine_layers() -> None:
 
 
 def test_megatron_accepts_the_kernel_settings(tmp_path: Path) -> None:
-    model = reference.make_model(reference.tiny_config(layers=1), tmp_path / "model")
+    model = reference.make_model(tiny_configs.qwen2(layers=1), tmp_path / "model")
     asked = ModelConfig(str(model), fp8=True)
     settings = kernel_settings(asked, Layers.te, replace(TE, apex=True))
     for needs_package in ("apply_rope_fusion", "moe_permute_fusion"):
@@ -114,10 +115,10 @@ def test_megatron_accepts_the_kernel_settings(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("shape", "fuses"),
     [
-        *((reference.TINY[family](), True) for family in ("qwen2", "phi3", "gemma3_text", "ministral")),
-        (reference.tiny_deepseek(yarn=True), True),
-        (reference.tiny_deepseek(), False),
-        (reference.tiny_glm4(), False),
+        *((tiny_configs.FAMILIES[family](), True) for family in ("qwen2", "phi3", "gemma3_text", "ministral")),
+        (tiny_configs.deepseek(yarn=True), True),
+        (tiny_configs.deepseek(), False),
+        (tiny_configs.glm4(), False),
     ],
     ids=["qwen2", "phi3", "gemma3", "ministral", "deepseek, yarn", "deepseek", "glm4"],
 )
@@ -135,7 +136,7 @@ def test_positions_are_fused_only_where_the_kernel_has_those_of_the_family(
 
 
 def test_first_stage_without_experts_is_refused_in_a_model_that_has_some() -> None:
-    model = architecture_of(reference.tiny_deepseek())
+    model = architecture_of(tiny_configs.deepseek())
     for counts, pp, fits in (([1, 2], 2, False), (None, 3, False), ([2, 1], 2, True)):
         stages = ParallelConfig(pp=pp, pp_layers=counts)
         found = [one.key for one in parallel_problems("actor", stages, pp, model)]

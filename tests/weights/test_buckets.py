@@ -27,9 +27,9 @@ from rlsys.weights.bucket import (
     unpack,
 )
 from rlsys.weights.weight_map import WeightMap, largest_tensor_bytes, read_architecture
+from tests.support import tiny_configs
 from tests.support.paths import PROJECT
 from tests.support.tensors import pack, raw, some_tensors
-from tests.trainer import reference
 
 
 @st.composite
@@ -149,7 +149,7 @@ def test_device_hash_equals_its_definition_piece_by_piece(several: list[bytes]) 
 def test_largest_tensor_bytes_is_the_smallest_bucket_that_holds_every_parameter(
     family: str, changes: dict[str, int], dtype: Dtype, tmp_path: Path
 ) -> None:
-    config = reference.TINY[family]()
+    config = tiny_configs.FAMILIES[family]()
     config.update(changes)
     config.save_pretrained(tmp_path)
     architecture = read_architecture(tmp_path)

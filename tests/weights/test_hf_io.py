@@ -35,6 +35,7 @@ from rlsys.weights.hf_io import (
     from_mxfp4,
     write_safetensors,
 )
+from tests.support import tiny_configs
 from tests.support.hf_models import make_model
 from tests.support.refusals import refused
 from tests.support.tensors import raw
@@ -254,7 +255,7 @@ def test_too_many_stacked_experts_are_refused(tmp_path: Path, monkeypatch: pytes
 
 def test_attention_with_yarn_gets_the_scale_that_transformers_has_for_deepseek_v3() -> None:
     for yarn in (False, True):
-        config = reference.tiny_deepseek(yarn=yarn)
+        config = tiny_configs.deepseek(yarn=yarn)
         model = hf_io.with_attention_scale(AutoModelForCausalLM.from_config(config))
         sizes = {key: value for key, value in config.to_dict().items() if key != "model_type"}
         expected = DeepseekV3Attention(DeepseekV3Config(**sizes), layer_idx=0).scaling

@@ -26,12 +26,12 @@ from rlsys.weights.weight_map import (
     expert_block,
     stage_layers,
 )
+from tests.support import tiny_configs
 from tests.support.refusals import refused
-from tests.trainer import reference
 
-FAMILIES = {name: architecture_of(config()) for name, config in reference.TINY.items()}
-FAMILIES["deepseek_v2 with latent queries"] = architecture_of(reference.tiny_deepseek(q_lora_rank=20))
-FAMILIES["exaone4"] = architecture_of(reference.tiny_exaone4(), reference.OWN_FAMILY)
+FAMILIES = {name: architecture_of(config()) for name, config in tiny_configs.FAMILIES.items()}
+FAMILIES["deepseek_v2 with latent queries"] = architecture_of(tiny_configs.deepseek(q_lora_rank=20))
+FAMILIES["exaone4"] = architecture_of(tiny_configs.exaone4(), tiny_configs.OWN_FAMILY)
 QWEN2, MOE, LATENT = FAMILIES["qwen2"], FAMILIES["qwen3_moe"], FAMILIES["deepseek_v2 with latent queries"]
 
 

@@ -11,8 +11,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from rich.console import Console
+from typer.testing import CliRunner
 
-from rlsys.apps.cli.main import main, run_command
+from examples.searchr1.tiny.demo import prepare_world
+from rlsys.apps.cli.main import app, main, run_command
 from rlsys.apps.running import run_to_end
 from rlsys.errors import RunError, UserError
 from tests.support.hf_models import assert_same_tensors, make_model
@@ -159,3 +162,23 @@ def test_existing_results_and_files_are_not_overwritten(evaluate: Call, tmp_path
     for out, code in ((tmp_path / "own.jsonl", "denied"), (tmp_path, "exists")):
         assert evaluate("--out", out)[2].rstrip().endswith(f"[{code}]")
     assert (tmp_path / "results.json").read_text() == "{}"
+
+
+def test_doctor_accepts_the_tiny_run_and_refuses_it_without_its_questions(tmp_path: Path) -> None:
+    prepare_world(Console(quiet=True))
+    words = ["doctor", "--for", "searchr1_tiny_cpu", "--json", f"output_dir={tmp_path}"]
+    good = CliRunner().invoke(app, words)
+    assert good.exit_code == 0, good.stdout
+    assert json.loads(good.stdout)["right"]
+    bad = CliRunner().invoke(app, [*words, "task.eval_path=none.jsonl", "cluster.nodes=0"])
+    assert bad.exit_code == 2
+    wrong = [one["what"] for one in json.loads(bad.stdout)["findings"] if one["state"] == "wrong"]
+    assert wrong == ["cluster.nodes", "task.eval_path"]
+    assert list(tmp_path.iterdir()) == [], "doctor writes nothing"
+
+
+@pytest.mark.parametrize("words", [["--json"], ["--launched"], ["--for", "searchr1_tiny_cpu", "--strict"]])
+def test_doctor_refuses_options_that_conflict(words: list[str]) -> None:
+    done = CliRunner().invoke(app, ["doctor", *words])
+    assert done.exit_code != 0
+    assert isinstance(done.exception, SystemExit | UserError)

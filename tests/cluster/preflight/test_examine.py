@@ -1,4 +1,4 @@
-"""Tests of the preflight: each requirement of a run missing in turn, all at once, and `rlsys doctor`."""
+"""Tests of the preflight: each requirement of a run missing in turn, and all at once."""
 
 from __future__ import annotations
 
@@ -9,15 +9,11 @@ from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
-from rich.console import Console
 from safetensors.torch import save_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from torch import zeros
-from typer.testing import CliRunner
 
-from examples.searchr1.tiny.demo import prepare_world
-from rlsys.apps.cli.main import app
 from rlsys.cluster.planning.resolve import make_plan
 from rlsys.cluster.preflight.examine import (
     REQUIREMENTS,
@@ -41,7 +37,6 @@ from rlsys.cluster.preflight.machine import (
     Unseen,
 )
 from rlsys.config.schema import RunConfig, SearchConfig
-from rlsys.errors import UserError
 from rlsys.observe.environment import Capabilities
 from rlsys.orchestrator.validate import find_problems
 from rlsys.weights.hf_io import INDEX
@@ -395,23 +390,3 @@ def test_first_row_is_read_as_the_run_reads_it(tmp_path: Path) -> None:
     file.write_text('{"prompt": "Who?", "solutions": ["me"]}\n{')
     finding, question = data_findings("task.train_path", file)
     assert (finding.state, question is None) == (FindingState.ok, False)
-
-
-def test_doctor_accepts_the_tiny_run_and_refuses_it_without_its_questions(tmp_path: Path) -> None:
-    prepare_world(Console(quiet=True))
-    words = ["doctor", "--for", "searchr1_tiny_cpu", "--json", f"output_dir={tmp_path}"]
-    good = CliRunner().invoke(app, words)
-    assert good.exit_code == 0, good.stdout
-    assert json.loads(good.stdout)["right"]
-    bad = CliRunner().invoke(app, [*words, "task.eval_path=none.jsonl", "cluster.nodes=0"])
-    assert bad.exit_code == 2
-    wrong = [one["what"] for one in json.loads(bad.stdout)["findings"] if one["state"] == "wrong"]
-    assert wrong == ["cluster.nodes", "task.eval_path"]
-    assert list(tmp_path.iterdir()) == [], "doctor writes nothing"
-
-
-@pytest.mark.parametrize("words", [["--json"], ["--launched"], ["--for", "searchr1_tiny_cpu", "--strict"]])
-def test_doctor_refuses_options_that_conflict(words: list[str]) -> None:
-    done = CliRunner().invoke(app, ["doctor", *words])
-    assert done.exit_code != 0
-    assert isinstance(done.exception, SystemExit | UserError)

@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.support import tiny_configs
 from tests.trainer import reference
 
 
 @pytest.fixture(scope="session")
 def hf(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Hugging Face folder of a Qwen3 model with 3 layers."""
-    return reference.make_model(reference.tiny_qwen3(), tmp_path_factory.mktemp("model") / "hf")
+    return reference.make_model(tiny_configs.qwen3(), tmp_path_factory.mktemp("model") / "hf")

@@ -25,6 +25,7 @@ from rlsys.weights.checkpoint.megatron_reader import open_checkpoint
 from rlsys.weights.convert.conversion import megatron_to_hf
 from rlsys.weights.hf_io import HfReader
 from rlsys.weights.weight_map import Cut, Entry, WeightMap, chunk_layers, read_architecture
+from tests.support import tiny_configs
 from tests.support.hf_models import assert_same_tensors
 from tests.support.refusals import refused
 from tests.trainer import reference
@@ -123,7 +124,9 @@ def change(file: Path, how: Callable[[str, Tensor], Tensor]) -> None:
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Path]:
     folder = tmp_path_factory.mktemp("models")
-    return {name: reference.make_model(make(layers=LAYERS), folder / name) for name, make in reference.TINY.items()}
+    return {
+        name: reference.make_model(make(layers=LAYERS), folder / name) for name, make in tiny_configs.FAMILIES.items()
+    }
 
 
 UNEVEN_VIRTUAL = ((1, 2), (2, 1))

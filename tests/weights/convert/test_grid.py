@@ -22,9 +22,9 @@ from rlsys.trainer.actor import Actor, Critic
 from rlsys.trainer.batches import MicroBatch
 from rlsys.trainer.forward import context_shares, forward
 from rlsys.weights.convert.conversion import hf_to_megatron, megatron_to_hf
+from tests.support import tiny_configs
 from tests.support.hf_models import assert_same_logits, assert_same_tensors, logits_by_transformers, make_model
 from tests.support.megatron_processes import Group, on_ranks
-from tests.trainer import reference
 from tests.trainer.harness import OBJECTIVE
 
 PROCESSES = 8
@@ -150,7 +150,7 @@ def assert_computed(folder: Path, kind: Kind) -> None:
     """
     columns = [np.load(file) for file in sorted(folder.glob("columns-*.npy"))]
     # Each tensor-parallel rank has all values of a critic, but only a part of a policy's vocabulary.
-    whole = columns[0][:, None] if kind.critic else np.concatenate(columns, axis=1)[:, : reference.VOCAB]
+    whole = columns[0][:, None] if kind.critic else np.concatenate(columns, axis=1)[:, : tiny_configs.VOCAB]
     found = torch.tensor(whole).unflatten(0, (2, WIDTH - 1))
     exact, rounded = (
         logits_by_transformers(folder / "model", torch.tensor(probe().tokens), kind.critic, dtype)[:, :-1]
