@@ -49,6 +49,18 @@ require_packages
 : "${FAISS_TYPE:=Flat}"
 : "${MAX_LENGTH:=256}"
 : "${DEVICE:=cpu}"
+# Flags take precedence in the folder's name too.
+flag=
+for word in "$@"; do
+    case $word in
+        --*=*) flag=${word%%=*} word=${word#*=} ;;
+    esac
+    case $flag in
+        --retrieval_method) RETRIEVER_NAME=$word ;;
+        --faiss_type) FAISS_TYPE=$word ;;
+    esac
+    flag=$word
+done
 if [ "$RETRIEVER_NAME" = bm25 ]; then
     : "${SAVE_DIR:=$DATA_DIR/bm25}"
 else

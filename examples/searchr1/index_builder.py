@@ -32,7 +32,7 @@ def build(given: argparse.Namespace) -> bool:
     from rlsys.search.index.make import make_index, recipe
 
     if given.retrieval_method == BM25:
-        return make_index(BM25, given.corpus_path, given.save_dir)
+        return make_index(BM25, given.corpus_path, given.save_dir, replace=False)
     settings = {
         "encoder": given.model_path,
         "family": given.retrieval_method,
@@ -44,7 +44,7 @@ def build(given: argparse.Namespace) -> bool:
         "keep_embeddings": given.save_embedding,
         "workers": given.workers,
     }
-    return make_index("dense", given.corpus_path, given.save_dir, recipe("dense", settings))
+    return make_index("dense", given.corpus_path, given.save_dir, recipe("dense", settings), replace=False)
 
 
 def parser() -> argparse.ArgumentParser:

@@ -22,8 +22,9 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from rlsys.errors import UserError
+from rlsys.errors import UserError, first_line
 
+_ESCAPED_SURROGATE = b"\\ud"
 QUESTION, TOOLS = "{question}", "{tools}"
 """Placeholders in a user's prompt file for the question and for the sentences about tools."""
 
@@ -95,11 +96,22 @@ def _jsonl_rows(file: Path) -> Iterator[tuple[int, Any]]:
             if not line.strip():
                 continue
             try:
-                yield number, json.loads(line)
+                row = json.loads(line)
+                if _ESCAPED_SURROGATE in line.lower():
+                    json.dumps(row, ensure_ascii=False).encode()  # A pair of escapes is one character.
+                yield number, row
             except json.JSONDecodeError as problem:
                 raise _unreadable(file, f", line {number} is not JSON ({problem.msg}): correct the line.") from problem
             except UnicodeDecodeError as problem:
                 raise _unreadable(file, f", line {number} is not UTF-8: save the file as UTF-8.") from problem
+            except UnicodeEncodeError as problem:
+                raise _unreadable(
+                    file, f", line {number} has half a character ({problem.reason}): remove it."
+                ) from problem
+            except (ValueError, RecursionError) as problem:
+                raise _unreadable(
+                    file, f", line {number} cannot be read ({first_line(problem)}): correct it."
+                ) from problem
 
 
 def _parquet_rows(file: Path) -> Iterator[tuple[int, Any]]:
@@ -110,8 +122,10 @@ def _parquet_rows(file: Path) -> Iterator[tuple[int, Any]]:
         content = parquet.ParquetFile(file)
     except pyarrow.ArrowInvalid as problem:
         raise _unreadable(file, " is not a parquet file: convert it, or correct its suffix.") from problem
-    rows = (row for batch in content.iter_batches() for row in batch.to_pylist())
-    yield from enumerate(rows, start=1)
+    try:
+        yield from enumerate((row for batch in content.iter_batches() for row in batch.to_pylist()), start=1)
+    except (pyarrow.ArrowException, OSError) as problem:
+        raise _unreadable(file, f" is damaged ({first_line(problem)}): write it again.") from problem
 
 
 def _unreadable(file: Path, what: str) -> UserError:

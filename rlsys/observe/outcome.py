@@ -5,7 +5,7 @@ Uses matplotlib's object interface, which needs neither global figure state nor 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -46,7 +46,7 @@ STAGE_NAMES = {
     **{"step": "steps, wall time", "reward": "rewards", "logprob": "log-probs"},
     **{"train": "training", "sync": "weight sync", "eval": "evaluation"},
 }
-HOP_NAMES = {1: "one hop", 2: "two hops"}
+HOP_NAMES = {"1": "one hop", "2": "two hops"}
 CHECKS = (
     ("oracle EM (ceiling)", "oracle_em", "{:.3f}"),
     ("search recall@3", "recall_at_3", "{:.3f}"),
@@ -102,11 +102,11 @@ def _save(path: Path, drawings: Sequence[Callable[[Axes], str]]) -> Path:
 def _draw_em(axes: Axes, evaluations: Rows) -> str:
     """Draw exact match; return the panel's title, as the other drawing functions do."""
     rows = sorted(evaluations, key=lambda row: row["step"])
-    hops = sorted({hop for row in rows for hop in row.get("em_by_hop") or {}}, key=int)
+    hops = _in_order({hop for row in rows for hop in row.get("em_by_hop") or {}})
     lines = []
     for number, hop in enumerate(hops):
         points = [(row["step"], row["em_by_hop"][hop]) for row in rows if hop in (row.get("em_by_hop") or {})]
-        name = "1 hop" if int(hop) == 1 else f"{hop} hops"
+        name = "1 hop" if hop == "1" else f"{hop} hops"
         lines.append(_Line(name, points, HOP_COLOURS[number % len(HOP_COLOURS)], 1.4))
     lines.append(_Line("all", [(row["step"], row["em"]) for row in rows], EM_COLOUR, 2.4))
     for line in lines:
@@ -118,6 +118,11 @@ def _draw_em(axes: Axes, evaluations: Rows) -> str:
     if last > first:
         _label_points(axes, lines, last=False)
     return "Exact match, held-out questions"
+
+
+def _in_order(hops: Iterable[str]) -> list[str]:
+    """Sort the values of `hops` that the questions have: numbers by value, then other text."""
+    return sorted(hops, key=lambda hop: (0, int(hop), "") if hop.isdecimal() else (1, 0, hop))
 
 
 def _draw_reward(axes: Axes, history: Rows) -> str:
@@ -218,8 +223,8 @@ def _learned(summary: Mapping[str, Any]) -> Table:
     table = _table("Held-out questions", "before", "after", "change")
     _add_change(table, "exact match", summary.get("em_before"), summary.get("em_after"), "bold")
     before, after = summary.get("em_before_by_hop") or {}, summary.get("em_after_by_hop") or {}
-    for hop in sorted({*before, *after}, key=int):
-        name = HOP_NAMES.get(int(hop), f"{hop} hops")
+    for hop in _in_order({*before, *after}):
+        name = HOP_NAMES.get(hop, f"{hop} hops")
         _add_change(table, f"  {name}", before.get(hop), after.get(hop))
     _add_change(table, "searches per question", summary.get("searches_before"), summary.get("searches_after"))
     return table

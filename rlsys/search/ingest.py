@@ -29,6 +29,7 @@ within the limit:
 from __future__ import annotations
 
 import codecs
+import os
 import re
 from bisect import bisect_right
 from collections import Counter
@@ -144,12 +145,17 @@ def find_files(sources: Iterable[Path], out: Path) -> Iterator[File | Skipped]:
                 f"{trouble}: convert it, or rename it if it is one of them.", code="unsupported", key=str(source)
             )
         else:
-            yield File(source, source.name)
+            yield File(source, _printable(source.name))
+
+
+def _printable(path: str | Path) -> str:
+    """Return a path as UTF-8; a byte that is none becomes an escape such as `\\xe9`."""
+    return os.fsencode(path).decode(errors="backslashreplace")
 
 
 def _walk(folder: Path, root: Path, out: Path) -> Iterator[File | Skipped]:
     for path in sorted(folder.iterdir(), key=lambda entry: entry.name):
-        name = path.relative_to(root).as_posix()
+        name = _printable(path.relative_to(root))
         if path.name.startswith("."):
             yield Skipped(name, "hidden")
         elif path.is_dir() and path.is_symlink():

@@ -67,6 +67,7 @@ class SearchServer(AbstractContextManager["SearchServer"]):
         words += ["--encoder", encoder] if encoder else []
         words += ["--kind", kind] if kind else []
         words += ["--pages", pages] if pages else []
+        words += ["--threads", str(threads)] if threads is not None else []
         environment = child_environment(threads) | ({TOKEN_VARIABLE: token} if token else {})
         self._start([*words, *options], log, host, port, environment)
 

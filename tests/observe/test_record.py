@@ -23,6 +23,7 @@ from rlsys.observe.environment import read_launches
 from rlsys.observe.faults import FaultKind, Outcome
 from rlsys.observe.guards import Alarm
 from rlsys.observe.kept import trajectory_steps, write_row
+from rlsys.observe.outcome import draw_curves, render_summary
 from rlsys.observe.records import read_metrics
 from rlsys.observe.run_folder import open_run
 from rlsys.observe.spans import Span, Tracer
@@ -228,3 +229,14 @@ def test_resume_keeps_an_evaluation_that_ended_after_a_later_checkpoint(tmp_path
     assert [resumed.record.em_of(step) for step in (1, 2, 3)] == [None, 1.0, None]
     assert "step_000001.json is no evaluation" in resumed.printed.getvalue()
     assert [row.step for row in opened.call_args.args[3].logged if "eval/em" in row.metrics] == [2]
+
+
+def test_hops_of_any_text_are_drawn_and_shown_in_order(tmp_path: Path) -> None:
+    """`hops` of a question is the user's own, such as a float column of a parquet file."""
+    by_hop = {"2hop": 0.1, "10": 0.2, "2": 0.3, "2.0": 0.4, "1": 0.5}
+    draw_curves([], [{"step": 0, "em": 0.1, "em_by_hop": by_hop}], tmp_path)
+    assert (tmp_path / "em.png").is_file()
+    printed = io.StringIO()
+    render_summary({"em_before": 0.1, "em_before_by_hop": by_hop}, Console(file=printed, width=100))
+    shown = re.findall(r"(\S+) hops? ", printed.getvalue())
+    assert shown == ["one", "two", "10", "2.0", "2hop"]

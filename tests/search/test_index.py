@@ -1,5 +1,6 @@
 """Tests of dense and hybrid indexes: hits, settings, and refusal of inputs that an index was not built with."""
 
+import json
 import logging
 import shutil
 from pathlib import Path
@@ -125,6 +126,17 @@ def test_an_opened_hybrid_fuses_its_two_parts(hybrid_dir: Path, queries: list[st
         assert [expected[hit.document["id"]] for hit in hits] == pytest.approx([hit.score for hit in hits])
     ready = hybrid.prepare(queries)
     assert [hits[:5] for hits in hybrid.find(ready, 50)] == hybrid.find(ready, 5)
+
+
+def test_a_hybrid_finds_each_passage_of_a_document(tmp_path: Path, spec: EncoderSpec) -> None:
+    texts = ["Paris is the capital of France.", "Football is played in Paris.", "Rivers flow to the sea."]
+    rows = [{"id": f"doc{number // 2}", "contents": text} for number, text in enumerate(texts)]
+    (tmp_path / "corpus.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    build_hybrid(Corpus.open(tmp_path / "corpus.jsonl"), spec, tmp_path / "index")
+    hybrid = open_retriever(tmp_path / "index", threads=1)
+    (hits,) = hybrid.find(hybrid.prepare(["capital of France"]), 3)
+    assert hits[0].document["contents"] == texts[0]
+    assert {hit.document["contents"] for hit in hits} == {*texts}
 
 
 # ---- vectors

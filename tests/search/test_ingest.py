@@ -1,6 +1,7 @@
 """Tests of ingestion: files to text, Markdown and HTML, and where texts are cut."""
 
 import json
+import os
 import subprocess
 import sys
 from itertools import pairwise
@@ -267,3 +268,13 @@ def test_cuts_prefer_paragraphs_then_sentences_then_words() -> None:
     text = f"{first}\n\n{last}"
     assert chunk_text(text, size=8) == [first, last]
     assert chunk_text(text, size=4) == ["One two three.", "Four five six.", "Seven eight nine ten", "eleven."]
+
+
+def test_a_name_that_is_no_utf8_is_written_with_escapes(tmp_path: Path) -> None:
+    docs = tmp_path / "docs"
+    docs.mkdir()
+    named = Path(os.fsdecode(os.fsencode(docs) + b"/caf\xe9.txt"))
+    named.write_text("An old archive.")
+    passages, _ = run(tmp_path, docs)
+    assert [(one["id"], one["source"]) for one in passages] == [("caf\\xe9.txt", "caf\\xe9.txt")]
+    assert "An old archive." in passages[0]["contents"]

@@ -4,8 +4,10 @@ import json
 import math
 import shutil
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import bm25s
 import numpy as np
@@ -15,6 +17,7 @@ from hypothesis import strategies as st
 
 from rlsys.errors import RunError, UserError
 from rlsys.search.corpus import Corpus
+from rlsys.search.index import lexical
 from rlsys.search.index.lexical import (
     LexicalOptions,
     LexicalRetriever,
@@ -23,6 +26,7 @@ from rlsys.search.index.lexical import (
     WordSplitter,
     build_lexical,
 )
+from rlsys.search.server.command import open_retriever
 from tests.search.index_edits import Edit, edit_corpus, edit_json, edit_manifest
 from tests.support.refusals import refused
 
@@ -112,6 +116,13 @@ def test_hits_share_a_word_with_the_query_and_ties_keep_the_order_of_rows(tmp_pa
     for nothing in ("zebra", "the", ""):
         assert search(retriever, nothing) == []
     assert retriever.find(retriever.prepare([]), 3) == []
+
+
+def test_an_opened_index_has_the_threads_that_it_is_given(bm25_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = Mock(wraps=ThreadPoolExecutor)
+    monkeypatch.setattr(lexical, "ThreadPoolExecutor", made)
+    open_retriever(bm25_dir, threads=3).close()
+    assert made.call_args.args == (3,)
 
 
 def test_words_are_split_as_by_lucenes_english_analyser() -> None:

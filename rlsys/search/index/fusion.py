@@ -98,7 +98,7 @@ def _manifest_at(folder: Path) -> dict[str, Any] | None:
 
 
 class HybridRetriever:
-    """Fuses the hits of two retrievers over one corpus, matched by `id` and scored by `fuse`.
+    """Fuses the hits of two retrievers over one corpus, matched by `id` and text, and scored by `fuse`.
 
     Each side contributes `candidates` hits, or `topk` if that is larger.
     """
@@ -117,13 +117,17 @@ class HybridRetriever:
             raise UserError(f"{problem}: build both from the same file.", code="mismatch", key="corpus_sha256")
 
     @classmethod
-    def open(cls, folder: str | Path, **dense: Any) -> HybridRetriever:
-        """Open an index of `build_hybrid`, with options of `VectorRetriever.open`. Raises UserError on a mismatch."""
+    def open(cls, folder: str | Path, *, threads: int | None = None, **dense: Any) -> HybridRetriever:
+        """Open an index of `build_hybrid`, with options of `VectorRetriever.open`. Raises UserError on a mismatch.
+
+        `threads` is that of `LexicalRetriever.open`.
+        """
         folder = Path(folder)
         manifest = read_values(folder, [HYBRID], f"{HYBRID!r}: give a hybrid index")
         with ExitStack() as on_failure:
             vectors = on_failure.enter_context(closing(VectorRetriever.open(folder / DENSE, **dense)))
-            opened = cls(vectors, on_failure.enter_context(closing(LexicalRetriever.open(folder / BM25))))
+            words = on_failure.enter_context(closing(LexicalRetriever.open(folder / BM25, threads=threads)))
+            opened = cls(vectors, words)
             if opened.describe()["corpus_sha256"] != manifest.get("corpus_sha256"):
                 raise UserError(
                     f"the parts of {folder} are not of the manifest's corpus: build the index again.",
@@ -143,8 +147,14 @@ class HybridRetriever:
         found = [side.find(ready, asked) for side, ready in zip(self._sides.values(), prepared, strict=True)]
         fused = []
         for sides in zip(*found, strict=True):
-            documents = {hit.document["id"]: hit.document for hits in sides for hit in hits}
-            best = fuse([[hit.document["id"] for hit in hits] for hits in sides], topk)
+            # Several passages of a corpus may have the id of one document.
+            keys = [[(hit.document["id"], hit.document["contents"]) for hit in hits] for hits in sides]
+            documents = {
+                key: hit.document
+                for side, hits in zip(keys, sides, strict=True)
+                for key, hit in zip(side, hits, strict=True)
+            }
+            best = fuse(keys, topk)
             fused.append([Hit(score, documents[key]) for key, score in best])
         return fused
 

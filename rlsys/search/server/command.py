@@ -204,7 +204,10 @@ def _load_index(given: argparse.Namespace) -> tuple[Retriever, PageSource | None
 
     deeper = {"depth": depth} if depth > DEPTH else {}
     chosen = {"encoder": given.encoder, "device": given.device, "dtype": given.dtype}
-    return open_retriever(given.index, own_process=True, trusted=given.kind, **chosen, **searching, **deeper), pages
+    opened = open_retriever(
+        given.index, own_process=True, trusted=given.kind, threads=given.threads, **chosen, **searching, **deeper
+    )
+    return opened, pages
 
 
 def _load_web(given: argparse.Namespace) -> tuple[Retriever, PageSource | None]:
@@ -364,13 +367,19 @@ def _end_with_parent(parent_pid: int) -> None:
 
 
 def open_retriever(
-    folder: str | Path, trusted: str | None = None, *, own_process: bool = False, **options: Any
+    folder: str | Path,
+    trusted: str | None = None,
+    *,
+    own_process: bool = False,
+    threads: int | None = None,
+    **options: Any,
 ) -> Retriever:
     """Open the index in `folder`, of any kind.
 
     `trusted` is the kind that the user has named, which a kind from outside of the package needs. `options` apply to
     kinds with vectors: encoder, device and dtype of `VectorRetriever.open`, and the fields of `SearchOptions`. Raises
-    UserError for an option that the kind lacks, for an unknown kind, and for another kind than `trusted`.
+    UserError for an option that the kind lacks, for an unknown kind, and for another kind than `trusted`. `threads` is
+    that of `LexicalRetriever.open`, for kinds with BM25.
     """
     # Imports only the libraries of this kind.
     kind = str(read_manifest(folder)["kind"])
@@ -383,14 +392,14 @@ def open_retriever(
             return VectorRetriever.open(folder, **dense)
         from rlsys.search.index.fusion import HybridRetriever
 
-        return HybridRetriever.open(folder, **dense)
+        return HybridRetriever.open(folder, threads=threads, **dense)
     if names := [*loading, *given]:
         reason = f"{folder} is an index of kind {kind!r}, which has no option {', '.join(names)}: leave it out."
         raise UserError(reason, code="conflict", key=names[0])
     if kind == BM25:
         from rlsys.search.index.lexical import LexicalRetriever
 
-        return LexicalRetriever.open(folder)
+        return LexicalRetriever.open(folder, threads=threads)
     if kind in REMOTE:
         from rlsys.search.index.remote import RemoteRetriever
 

@@ -582,8 +582,11 @@ def best_passage(text: str, query: str, words: int) -> str | None:
     terms = bm25s.tokenize([query], stopwords="en", show_progress=False, return_ids=False)[0]
     if not found or not terms:
         return None
+    texts = bm25s.tokenize(found, stopwords="en", show_progress=False, return_ids=False)
+    if not any(texts):
+        return None
     ranking = bm25s.BM25()
-    ranking.index(bm25s.tokenize(found, stopwords="en", show_progress=False), show_progress=False)
+    ranking.index(texts, show_progress=False)
     scores = ranking.get_scores(list(terms))
     best = int(np.argmax(scores))
     return found[best] if scores[best] > 0 else None

@@ -15,6 +15,7 @@ from rlsys.search.web.web_search import (
     WebPages,
     WebRetriever,
     Workers,
+    best_passage,
     open_reader,
     open_web,
 )
@@ -58,6 +59,11 @@ def test_hits_are_the_best_passages_of_pages_or_snippets_of_lost_pages(web: Fake
     assert unrelated == [f"Snippet {row} & more." for row in range(3)]
     assert sorted(web.fetched) == ["r0", "r1", "r2"]
     retriever.close()
+
+
+@pytest.mark.parametrize("text", ["N/A", "the the", "你", ""])
+def test_a_page_without_words_has_no_best_passage(text: str) -> None:
+    assert best_passage(text, "who built the lighthouse", 60) is None
 
 
 async def test_an_outage_gives_503_and_answers_already_received_are_kept(web: FakeWeb) -> None:
