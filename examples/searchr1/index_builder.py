@@ -32,7 +32,7 @@ def build(given: argparse.Namespace) -> bool:
     from rlsys.search.index.make import make_index, recipe
 
     if given.retrieval_method == BM25:
-        return make_index(BM25, given.corpus_path, given.save_dir, replace=False)
+        return make_index(BM25, given.corpus_path, given.save_dir, replace=given.replace)
     settings = {
         "encoder": given.model_path,
         "family": given.retrieval_method,
@@ -44,7 +44,7 @@ def build(given: argparse.Namespace) -> bool:
         "keep_embeddings": given.save_embedding,
         "workers": given.workers,
     }
-    return make_index("dense", given.corpus_path, given.save_dir, recipe("dense", settings), replace=False)
+    return make_index("dense", given.corpus_path, given.save_dir, recipe("dense", settings), replace=given.replace)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -68,6 +68,7 @@ def parser() -> argparse.ArgumentParser:
         action="store_true",
         help="keep the vectors, to build another FAISS type without encoding again",
     )
+    add("--replace", action="store_true", help="replace another index in --save_dir")
     add("--device", default="cpu", help="cpu, cuda:N, or cuda, which spreads the workers over all GPUs (default: cpu)")
     add("--workers", type=int, default=1, help="processes that encode (default: 1)")
     return flags
