@@ -672,7 +672,8 @@ def _placement(config: RunConfig, ranks: Ranks) -> Iterator[UserError]:
             )
         return
     places = {"critic": config.cluster.placement["actor"], **config.cluster.placement}
-    for a, b, both in overlaps(ranks):
+    present = {*megatron_groups(config), "rollout"}
+    for a, b, both in overlaps({group: held for group, held in ranks.items() if group in present}):
         yield conflict(
             f'cluster.placement.{a}="{places[a]}" and cluster.placement.{b}='
             f'"{places[b]}" share rank {both[0]}: give each group ranks of its own, or set '

@@ -34,6 +34,7 @@ from rlsys.cluster.planning.splits import (
     inference_choices,
     joined,
     rollout_choices,
+    scoring_groups,
     settings_of,
     training_choices,
 )
@@ -174,19 +175,20 @@ class PlacementSearch:
             actors: self._stages(training_choices(base, model, actors), self._trained)
             for actors in range(1, self._devices)
         }
-        for first in range(2, self._devices):
+        scorers = scoring_groups(base)
+        for first in range(1 + len(scorers), self._devices):
             rollout = self._stages(rollout_choices(base, model, first, self._devices - first), ("rollout",))
-            for actors in range(1, first) if rollout else ():
+            for actors in (range(1, first) if scorers else (first,)) if rollout else ():
                 if not training[actors]:
                     continue
                 scoring = inference_choices(base, model, actors, first - actors)
-                yield from product(training[actors], self._stages(scoring, ("inference",)), rollout)
+                yield from product(training[actors], self._stages(scoring, scorers), rollout)
 
     def _colocated(self) -> Iterator[tuple[Stage, Stage, Stage]]:
         """Yield the stages in which all groups have all devices."""
         base, model, devices = self._based(Mode.colocated), self._model, self._devices
         training = self._stages(training_choices(base, model, devices), self._trained)
-        inference = self._stages(inference_choices(base, model, 0, devices), ("inference",))
+        inference = self._stages(inference_choices(base, model, 0, devices), scoring_groups(base))
         yield from product(training, inference, self._stages(rollout_choices(base, model, 0, devices), ("rollout",)))
 
     @property
@@ -213,7 +215,7 @@ class PlacementSearch:
     def _stage(self, config: RunConfig, groups: tuple[str, ...]) -> Stage:
         work = HardwareCosts(config, self._model, self._planner.device, self._planner.reached)
         step_s, token_s = self._engines(work) if groups == ("rollout",) else self._calls(work, groups)
-        memory = max(group_memory(config, self._model, group).total for group in groups)
+        memory = max((group_memory(config, self._model, group).total for group in groups), default=0.0)
         return Stage(config, step_s, token_s, round(memory / GIB, 4))
 
     def _engines(self, work: HardwareCosts) -> tuple[float, float]:

@@ -63,6 +63,7 @@ def fastest_split(config: RunConfig, model: Architecture) -> RunConfig | None:
     their memory.
     """
     devices, colocated = config.cluster.nodes * (config.cluster.devices_per_node or 0), _is_colocated(config)
+    scoring = scoring_groups(config)
 
     @cache
     def training(count: int) -> Choice:
@@ -71,7 +72,7 @@ def fastest_split(config: RunConfig, model: Architecture) -> RunConfig | None:
 
     @cache
     def inference(first: int, count: int) -> Choice:
-        return _shortest(inference_choices(config, model, first, count), model, StepCost.inference_s, ("inference",))
+        return _shortest(inference_choices(config, model, first, count), model, StepCost.inference_s, scoring)
 
     @cache
     def rollout(first: int) -> Choice:
@@ -83,7 +84,7 @@ def fastest_split(config: RunConfig, model: Architecture) -> RunConfig | None:
         choices = training(devices), inference(0, devices), rollout(0)
         return joined(*(choice[1] for choice in choices)) if all(choice[0] < inf for choice in choices) else None
     best: tuple[float, float, RunConfig | None] = (inf, inf, None)
-    for actors, scorers in product(range(1, devices), range(1, devices)):
+    for actors, scorers in product(range(1, devices), range(1, devices) if scoring else (0,)):
         if actors + scorers >= devices or max(training(actors)[0], rollout(actors + scorers)[0]) > best[0]:
             continue  # Inference, of which there is a choice for each pair, cannot make this split the fastest.
         choices = training(actors), inference(actors, scorers), rollout(actors + scorers)
@@ -121,8 +122,19 @@ def training_choices(config: RunConfig, model: Architecture, count: int) -> Iter
             yield one
 
 
+def scoring_groups(config: RunConfig) -> tuple[str, ...]:
+    """Return `("inference",)`; an empty tuple for a run without an inference group, which has nothing to compute."""
+    return tuple(group for group in megatron_groups(config) if group == "inference")
+
+
 def inference_choices(config: RunConfig, model: Architecture, first: int, count: int) -> Iterator[RunConfig]:
-    """Yield the config with each legal way to score on `count` devices from `first` on."""
+    """Yield the config with each legal way to score on `count` devices from `first` on.
+
+    A run without an inference group names a rank of the actor there.
+    """
+    if not scoring_groups(config):
+        yield _placed(config, "inference", first, count) if count else _placed(config, "inference", 0, 1)
+        return
     for parallel in _parallel_sizes(model, count):
         one = _placed(config, "inference", first, count)
         one = replace(one, inference=replace(config.inference, parallel=parallel))

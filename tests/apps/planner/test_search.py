@@ -133,3 +133,10 @@ def test_estimate_of_calls_is_that_of_equal_ranks() -> None:
 def test_micro_batches_are_packed_by_first_fit() -> None:
     """90 + 10, 60 + 10, 50, and 120 alone: six samples in four micro-batches of 100 tokens."""
     assert packed([10, 10, 50, 60, 90, 120], 100) == 6 / 4
+
+
+def test_a_run_without_an_inference_group_is_searched_too() -> None:
+    alone = ("algorithm=dapo", "algorithm.old_logprobs=actor", "trainer.mini_batches=1")
+    search = search_of(FEW, *alone, "trainer.schedule.kind=sequential")
+    (fastest, *_) = search.best(search.candidates()[:40])
+    check(with_shape(load_config(NAME, [FEW, *alone, *fastest["overrides"]])))

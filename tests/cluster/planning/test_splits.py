@@ -11,9 +11,10 @@ import pytest
 
 from rlsys.cluster.planning.cost import StepCost
 from rlsys.cluster.planning.hardware import REACHED
-from rlsys.cluster.planning.placement import fullest_device, memory_problems
+from rlsys.cluster.planning.placement import fullest_device, memory_problems, parse_placement
 from rlsys.cluster.planning.resolve import make_plan
 from rlsys.cluster.planning.splits import NEAR, faster_split, fastest_split
+from rlsys.config.algorithm import OldLogprobs
 from rlsys.config.compose import PROJECT_CONFIGS
 from rlsys.config.schema import Mode, ParallelConfig, RunConfig
 from rlsys.orchestrator.validate import find_problems
@@ -186,3 +187,17 @@ def test_colocated_groups_have_all_devices() -> None:
     assert {*best.cluster.placement.values()} == {"0-7"}
     assert config.cluster.mode is Mode.colocated
     assert fullest_device(best, make_plan(best))[1] < 72
+
+
+@pytest.mark.parametrize("name", ["searchr1_qwen2.5_3b_1node", "searchr1_qwen2.5_3b_1node_colocated"])
+def test_a_run_without_an_inference_group_gives_its_devices_to_the_others(name: str) -> None:
+    config = experiment(name)
+    config.algorithm.kl_coef, config.algorithm.old_logprobs = 0.0, OldLogprobs.actor
+    config.trainer.mini_batches = 1
+    best = fastest_split(config, read_architecture(config.model.path))
+    assert best is not None
+    ranks = parse_placement(best.cluster.placement)
+    assert {*ranks["actor"], *ranks["rollout"]} == set(range(8))
+    assert step_s(best) < step_s(config) or config.cluster.mode is Mode.colocated
+    placed = {"cluster.placement.actor", "cluster.placement.inference", "cluster.placement.rollout"}
+    assert not placed & {problem.key for problem in find_problems(best)}
