@@ -461,7 +461,7 @@ class Session:
         if origin is None:
             self._at_start = self._at_start or log.history(0)
         self.faults.step = history.step if history else 0
-        self.progress.update(step=self.faults.step)
+        self.progress.update(step=self.faults.step, em=log.last_em)
         return log
 
     def ready(self, step: int) -> None:

@@ -204,8 +204,6 @@ class RunLogger:
             self._trace = f"trace_after_step_{history.step}.json"
             _forget_evaluations(run_dir, history.step)
             self._evaluations = _kept_evaluations(run_dir, progress.warn) | self._evaluations
-            if self._evaluations:
-                progress.update(em=self._evaluations[max(self._evaluations)]["em"])
             remove_trajectories_after(run_dir, history.step)
         record_launch(run_dir, history.step if history else 0)
         # A summary from before the resume is outdated; a new summary is written at the end.
@@ -225,6 +223,11 @@ class RunLogger:
             self._guards.state(),
             tuple(self._evaluations[key] for key in sorted(self._evaluations) if key <= step),
         )
+
+    @property
+    def last_em(self) -> float | None:
+        """Held-out exact match of the last evaluation; None before the first."""
+        return self._evaluations[max(self._evaluations)]["em"] if self._evaluations else None
 
     def em_of(self, step: int) -> float | None:
         """Return the held-out exact match after `step`; None if that step was not evaluated."""
