@@ -27,7 +27,6 @@ from rlsys.config.algorithm import (
     KlPlace,
     KlTail,
     OldLogprobs,
-    PolicyGradientLoss,
     ReturnsAdvantage,
 )
 from rlsys.config.derived import (
@@ -37,10 +36,9 @@ from rlsys.config.derived import (
     has_reference,
     max_staleness,
     moves_reference,
-    scoring_forwards,
     truncates_sampling,
 )
-from rlsys.config.schema import Mode, RunConfig
+from rlsys.config.schema import RunConfig
 from rlsys.errors import UserError
 
 
@@ -100,22 +98,6 @@ def algorithm_problems(config: RunConfig) -> Iterator[str]:
             f"rollout.sampling.top_p={sampling.top_p} and top_k={sampling.top_k} draw from a truncated distribution, "
             "while log-probs of the trainer cover the whole vocabulary, so the probability mass that was cut off "
             "biases every ratio to the sampler: set top_p=1 and top_k=-1, or rollout.sampling.accept_truncation=true."
-        )
-
-
-def algorithm_notes(config: RunConfig) -> Iterator[str]:
-    """Yield one warning for each setting that works but is probably a mistake."""
-    algorithm, mini_batches = config.algorithm, config.trainer.mini_batches
-    if not scoring_forwards(algorithm) and config.cluster.mode is Mode.disaggregated:
-        yield (
-            f"algorithm.old_logprobs={algorithm.old_logprobs} without a reference policy leaves the devices of "
-            f"cluster.placement.inference={config.cluster.placement.get('inference')} unused: give them to rollout or "
-            "actor, and name a rank of theirs here."
-        )
-    if isinstance(algorithm.policy_loss, PolicyGradientLoss) and mini_batches > 1:
-        yield (
-            f"algorithm.policy_loss.kind=policy_gradient has no ratio, so with trainer.mini_batches={mini_batches} all but the "
-            "first optimiser step of a step treat off-policy samples as on-policy: set it to 1."
         )
 
 

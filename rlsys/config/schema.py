@@ -615,7 +615,8 @@ class ClusterConfig:
     mode: Mode = Mode.disaggregated
     placement: dict[str, str] = field(default_factory=lambda: {"actor": "0-3", "inference": "4-5", "rollout": "6-7"})
     """Device ranks of each group, such as "0-3", "4" or "0-1,4-5"; with `device=cpu` the ranks are process slots.
-    `critic` defaults to the actor's ranks."""
+    `critic` defaults to the actor's ranks. In a run without an inference group, `inference` may name a rank of another
+    group."""
     address: str | None = None
     """Address of a running Ray cluster; null starts a local one for the run and stops it afterwards."""
     threads: Annotated[Count, Unit("threads")] | None = None

@@ -96,7 +96,7 @@ def _jsonl_rows(file: Path) -> Iterator[tuple[int, Any]]:
             if not line.strip():
                 continue
             try:
-                row = json.loads(line)
+                row = json.loads(line.decode("utf-8-sig"))
                 if _ESCAPED_SURROGATE in line.lower():
                     json.dumps(row, ensure_ascii=False).encode()  # A pair of escapes is one character.
                 yield number, row

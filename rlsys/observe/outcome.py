@@ -16,6 +16,7 @@ from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import MaxNLocator
 from rich import box
 from rich.console import Console, Group
+from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
@@ -106,7 +107,7 @@ def _draw_em(axes: Axes, evaluations: Rows) -> str:
     lines = []
     for number, hop in enumerate(hops):
         points = [(row["step"], row["em_by_hop"][hop]) for row in rows if hop in (row.get("em_by_hop") or {})]
-        name = "1 hop" if hop == "1" else f"{hop} hops"
+        name = "1 hop" if hop == "1" else f"{hop} hops".replace("$", r"\$")  # No formula.
         lines.append(_Line(name, points, HOP_COLOURS[number % len(HOP_COLOURS)], 1.4))
     lines.append(_Line("all", [(row["step"], row["em"]) for row in rows], EM_COLOUR, 2.4))
     for line in lines:
@@ -122,7 +123,8 @@ def _draw_em(axes: Axes, evaluations: Rows) -> str:
 
 def _in_order(hops: Iterable[str]) -> list[str]:
     """Sort the values of `hops` that the questions have: numbers by value, then other text."""
-    return sorted(hops, key=lambda hop: (0, int(hop), "") if hop.isdecimal() else (1, 0, hop))
+    numbers = {hop for hop in hops if hop.isascii() and hop.isdecimal()}
+    return [*sorted(numbers, key=lambda hop: (len(hop.lstrip("0")), hop.lstrip("0"), hop)), *sorted({*hops} - numbers)]
 
 
 def _draw_reward(axes: Axes, history: Rows) -> str:
@@ -225,7 +227,7 @@ def _learned(summary: Mapping[str, Any]) -> Table:
     before, after = summary.get("em_before_by_hop") or {}, summary.get("em_after_by_hop") or {}
     for hop in _in_order({*before, *after}):
         name = HOP_NAMES.get(hop, f"{hop} hops")
-        _add_change(table, f"  {name}", before.get(hop), after.get(hop))
+        _add_change(table, escape(f"  {name}"), before.get(hop), after.get(hop))
     _add_change(table, "searches per question", summary.get("searches_before"), summary.get("searches_after"))
     return table
 

@@ -25,10 +25,10 @@ from transformers import AutoTokenizer
 from rlsys.algorithms.kl import KlController, kl_control
 from rlsys.cluster.local_ray import ray_processes
 from rlsys.cluster.planning.placement import launch_problems
+from rlsys.cluster.planning.resolve import notes_on
 from rlsys.cluster.runtime import RayWatch, answer
 from rlsys.cluster.worker_group import RankDied, RankLost, WorkerGroup
 from rlsys.config.derived import due, max_staleness, moves_reference, scores_with_policy, train_files
-from rlsys.config.problems import algorithm_notes
 from rlsys.config.schema import LoraSync, Mode, Packing, RunConfig
 from rlsys.data.prompt_source import PromptSource, training_questions
 from rlsys.data.trajectory import Group, MaskOf, trained_tokens, value_mask
@@ -344,7 +344,7 @@ def ready_to_start(config: RunConfig, note: Callable[[str], None]) -> tuple[Path
     if missing:
         sentences = "\n".join(map(str, missing))
         raise UserError(sentences, code="conflict" if launched else "not_installed", key=missing[0].key)
-    for sentence in algorithm_notes(config):
+    for sentence in notes_on(config):
         note(sentence)
     origin = find_origin(config, note)
     if origin is not None:

@@ -100,6 +100,7 @@ def test_a_bad_row_of_parquet_is_refused_with_its_number(tmp_path: Path) -> None
         ("cut.jsonl", b'{"prompt": [', "malformed"),
         ("latin.jsonl", '{"prompt": "Côte"}'.encode("latin-1"), "malformed"),
         ("half.jsonl", b'{"question": "a\\ud83d", "golden_answers": ["x"]}', "malformed"),
+        ("raw.jsonl", b'{"question": "a\xed\xa0\xbd", "golden_answers": ["x"]}', "malformed"),
         ("digits.jsonl", b'{"question": ' + b"1" * 5000 + b"}", "malformed"),
         ("deep.jsonl", b"[" * 100_000, "malformed"),
         ("fake.parquet", b"PAR2", "malformed"),

@@ -233,10 +233,10 @@ def test_resume_keeps_an_evaluation_that_ended_after_a_later_checkpoint(tmp_path
 
 def test_hops_of_any_text_are_drawn_and_shown_in_order(tmp_path: Path) -> None:
     """`hops` of a question is the user's own, such as a float column of a parquet file."""
-    by_hop = {"2hop": 0.1, "10": 0.2, "2": 0.3, "2.0": 0.4, "1": 0.5}
+    by_hop = {"2hop": 0.1, "10": 0.2, "2": 0.3, "2.0": 0.4, "1": 0.5, "[/]": 0.6, "z$a_{$": 0.7}
     draw_curves([], [{"step": 0, "em": 0.1, "em_by_hop": by_hop}], tmp_path)
     assert (tmp_path / "em.png").is_file()
     printed = io.StringIO()
     render_summary({"em_before": 0.1, "em_before_by_hop": by_hop}, Console(file=printed, width=100))
     shown = re.findall(r"(\S+) hops? ", printed.getvalue())
-    assert shown == ["one", "two", "10", "2.0", "2hop"]
+    assert shown == ["one", "two", "10", "2.0", "2hop", "[/]", "z$a_{$"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any
 
@@ -11,8 +12,8 @@ from rlsys.cluster.planning.host import host_memory
 from rlsys.cluster.planning.memory import GIB, checkpoint_bytes, count_parameters, group_memory
 from rlsys.cluster.planning.placement import parse_placement
 from rlsys.config import derived
-from rlsys.config.derived import has_critic, megatron_groups
-from rlsys.config.problems import algorithm_notes
+from rlsys.config.algorithm import PolicyGradientLoss
+from rlsys.config.derived import has_critic, megatron_groups, scoring_forwards
 from rlsys.config.schema import Device, Mode, RunConfig
 from rlsys.weights.weight_map import Architecture, read_architecture
 
@@ -30,7 +31,7 @@ def make_plan(config: RunConfig) -> dict[str, Any]:
     return {
         "name": config.name,
         "device": str(config.cluster.device),
-        "world_size": len({rank for held in ranks.values() for rank in held}),
+        "world_size": len({rank for name in groups for rank in ranks[name]}),
         "groups": groups,
         "model": {"path": config.model.path, "parameters": count_parameters(model), "dtype": str(config.model.dtype)},
         "batch": {
@@ -49,8 +50,26 @@ def make_plan(config: RunConfig) -> dict[str, Any]:
         "seconds": _seconds(config, model) if config.cluster.device is Device.gpu else {},
         "host_gib": _host_gib(config, model),
         "checkpoint_gib": checkpoint_bytes(config, model) / GIB,
-        "notes": list(algorithm_notes(config)),
+        "notes": list(notes_on(config)),
     }
+
+
+def notes_on(config: RunConfig) -> Iterator[str]:
+    """Yield one warning for each setting that works but is probably a mistake."""
+    algorithm, mini_batches, placement = config.algorithm, config.trainer.mini_batches, config.cluster.placement
+    if not scoring_forwards(algorithm):
+        ranks = parse_placement(placement, has_critic(algorithm))
+        if {*ranks.pop("inference")} - {rank for held in ranks.values() for rank in held}:
+            yield (
+                f"algorithm.old_logprobs={algorithm.old_logprobs} without a reference policy leaves devices of "
+                f"cluster.placement.inference={placement['inference']} unused: give them to rollout or actor, and name a "
+                "rank of theirs here."
+            )
+    if isinstance(algorithm.policy_loss, PolicyGradientLoss) and mini_batches > 1:
+        yield (
+            f"algorithm.policy_loss.kind=policy_gradient has no ratio, so with trainer.mini_batches={mini_batches} all but the "
+            "first optimiser step of a step treat off-policy samples as on-policy: set it to 1."
+        )
 
 
 def render_plan(plan: dict[str, Any]) -> str:

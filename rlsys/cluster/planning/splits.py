@@ -1,7 +1,7 @@
 """Finds the split of a run's devices that gives the shortest step, by the estimates of `cost`. Pure.
 
-In a disaggregated run the actor has the first devices, then inference, then rollout; a colocated run has one split, all
-groups on all devices. A split is legal if
+In a disaggregated run the actor has the first devices, then inference, then rollout; without an inference group, actor and
+rollout have all devices. A colocated run has one split, all groups on all devices. A split is legal if
 
 - it uses every device of the machines, and a disaggregated run has at least two engines, because it survives the death
   of an engine only if there is another;
@@ -23,7 +23,7 @@ from rlsys.cluster.planning.cost import StepCost
 from rlsys.cluster.planning.hardware import DEVICE
 from rlsys.cluster.planning.memory import GIB, group_memory
 from rlsys.cluster.planning.placement import USABLE, context_problems, engine_problems, parallel_problems
-from rlsys.config.derived import has_critic, megatron_groups
+from rlsys.config.derived import has_critic, megatron_groups, scoring_forwards
 from rlsys.config.schema import Device, Mode, ParallelConfig, RunConfig
 from rlsys.weights.weight_map import Architecture
 
@@ -124,13 +124,14 @@ def training_choices(config: RunConfig, model: Architecture, count: int) -> Iter
 
 def scoring_groups(config: RunConfig) -> tuple[str, ...]:
     """Return `("inference",)`; an empty tuple for a run without an inference group, which has nothing to compute."""
-    return tuple(group for group in megatron_groups(config) if group == "inference")
+    return ("inference",) if scoring_forwards(config.algorithm) else ()
 
 
 def inference_choices(config: RunConfig, model: Architecture, first: int, count: int) -> Iterator[RunConfig]:
     """Yield the config with each legal way to score on `count` devices from `first` on.
 
-    A run without an inference group names a rank of the actor there.
+    Without an inference group, yields one config: its key names these devices if `count` is positive, as in a colocated
+    run, else rank 0, which is the actor's.
     """
     if not scoring_groups(config):
         yield _placed(config, "inference", first, count) if count else _placed(config, "inference", 0, 1)

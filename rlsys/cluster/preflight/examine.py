@@ -35,6 +35,7 @@ from rlsys.config.derived import (
     chosen_layers,
     has_critic,
     heldout_files,
+    megatron_groups,
     needs_server,
     of_teacher,
     train_files,
@@ -192,7 +193,7 @@ def _ranks(config: RunConfig) -> int:
         placed = parse_placement(config.cluster.placement, has_critic(config.algorithm))
     except UserError:
         return 1
-    return len({rank for held in placed.values() for rank in held})
+    return len({rank for group in (*megatron_groups(config), "rollout") for rank in placed[group]})
 
 
 def _plan(config: RunConfig) -> dict[str, Any] | None:

@@ -12,7 +12,7 @@ import pytest
 from rlsys.cluster.planning.cost import StepCost
 from rlsys.cluster.planning.hardware import REACHED
 from rlsys.cluster.planning.placement import fullest_device, memory_problems, parse_placement
-from rlsys.cluster.planning.resolve import make_plan
+from rlsys.cluster.planning.resolve import make_plan, notes_on
 from rlsys.cluster.planning.splits import NEAR, faster_split, fastest_split
 from rlsys.config.algorithm import OldLogprobs
 from rlsys.config.compose import PROJECT_CONFIGS
@@ -199,5 +199,7 @@ def test_a_run_without_an_inference_group_gives_its_devices_to_the_others(name: 
     ranks = parse_placement(best.cluster.placement)
     assert {*ranks["actor"], *ranks["rollout"]} == set(range(8))
     assert step_s(best) < step_s(config) or config.cluster.mode is Mode.colocated
+    assert not list(notes_on(best))
+    assert config.cluster.mode is Mode.colocated or list(notes_on(config))
     placed = {"cluster.placement.actor", "cluster.placement.inference", "cluster.placement.rollout"}
     assert not placed & {problem.key for problem in find_problems(best)}
