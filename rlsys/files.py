@@ -22,7 +22,7 @@ from typing import Any, BinaryIO, TextIO
 
 import yaml
 
-from rlsys.errors import UserError
+from rlsys.errors import UserError, first_line
 
 OBJECT_BYTES = 64 * 1024**2
 """Maximum size of a JSON file."""
@@ -32,6 +32,8 @@ PACKED_BYTES = 4 * 1024**3
 """Maximum compressed size of a gzip file. The format allows any number of padding zeros after the data."""
 CONFIG_BYTES = 256 * 1024
 """Maximum size of a YAML file; PyYAML parses about 100 KB per second."""
+_PARQUET_ROWS = 256
+"""Rows of a parquet file that are read at a time."""
 DEPTH = 64
 """Maximum nesting depth of lists and objects, well below Python's recursion limit."""
 
@@ -153,6 +155,23 @@ def read_yaml(path: Path) -> Any:
     except (yaml.YAMLError, TypeError, AttributeError, LookupError, OverflowError) as problem:
         # PyYAML raises these for some malformed tags, such as `!!bool x`.
         raise ValueError(str(problem)) from problem
+
+
+def parquet_rows(path: Path) -> Iterator[tuple[int, Any]]:
+    """Yield the number, from 1, and the content of each row of a parquet file. Raises UserError if it is damaged."""
+    import pyarrow
+    from pyarrow import parquet
+
+    try:
+        with parquet.ParquetFile(path) as table:
+            rows = (row for batch in table.iter_batches(batch_size=_PARQUET_ROWS) for row in batch.to_pylist())
+            yield from enumerate(rows, start=1)
+    except (pyarrow.ArrowException, OSError) as problem:
+        raise UserError(
+            f"{path} cannot be read as parquet ({first_line(problem)}): write it again, or correct its suffix.",
+            code="malformed",
+            key=str(path),
+        ) from problem
 
 
 def sha256_of(path: str | Path) -> str:

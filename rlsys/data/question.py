@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from rlsys.errors import UserError, first_line
+from rlsys.files import parquet_rows
 
 _ESCAPED_SURROGATE = b"\\ud"
 QUESTION, TOOLS = "{question}", "{tools}"
@@ -83,7 +84,7 @@ def read_questions(path: str | Path, limit: int | None = None, source: str = "")
 
 def read_rows(file: Path) -> Iterator[tuple[int, Any]]:
     """Yield the 1-based line number and the raw content of each row of a jsonl or parquet file."""
-    readers = {".jsonl": _jsonl_rows, ".parquet": _parquet_rows}
+    readers = {".jsonl": _jsonl_rows, ".parquet": parquet_rows}
     if file.suffix not in readers:
         sentence = f"{file} is neither .jsonl nor .parquet: convert it to one of them."
         raise UserError(sentence, code="unsupported", key=str(file))
@@ -112,20 +113,6 @@ def _jsonl_rows(file: Path) -> Iterator[tuple[int, Any]]:
                 raise _unreadable(
                     file, f", line {number} cannot be read ({first_line(problem)}): correct it."
                 ) from problem
-
-
-def _parquet_rows(file: Path) -> Iterator[tuple[int, Any]]:
-    import pyarrow
-    from pyarrow import parquet
-
-    try:
-        content = parquet.ParquetFile(file)
-    except pyarrow.ArrowInvalid as problem:
-        raise _unreadable(file, " is not a parquet file: convert it, or correct its suffix.") from problem
-    try:
-        yield from enumerate((row for batch in content.iter_batches() for row in batch.to_pylist()), start=1)
-    except (pyarrow.ArrowException, OSError) as problem:
-        raise _unreadable(file, f" is damaged ({first_line(problem)}): write it again.") from problem
 
 
 def _unreadable(file: Path, what: str) -> UserError:

@@ -122,7 +122,7 @@ def _draw_em(axes: Axes, evaluations: Rows) -> str:
 
 
 def _in_order(hops: Iterable[str]) -> list[str]:
-    """Sort the values of `hops` that the questions have: numbers by value, then other text."""
+    """Sort the questions' values of `hops`: numbers by value, then other text."""
     numbers = {hop for hop in hops if hop.isascii() and hop.isdecimal()}
     return [*sorted(numbers, key=lambda hop: (len(hop.lstrip("0")), hop.lstrip("0"), hop)), *sorted({*hops} - numbers)]
 

@@ -105,14 +105,14 @@ def open_run(path: Path) -> RunFolder:
     by_step = {
         row["step"]: row for row in _parsed(path / records.METRICS, records.METRICS, records.read_step_row, report)
     }
-    reference = _evaluations(path, "reference_", report)
+    reference = read_evaluations(path, "reference_", report)
     faults = tuple(_parsed(path / FAULTS, FAULTS, read_fault_row, report, optional=True))
     return RunFolder(
         path=path,
         config=_read(CONFIG, lambda: _config(path), report) or {},
         launches=tuple(_read(RUN, lambda: read_launches(path), report) or ()),
         rows=tuple(by_step[step] for step in sorted(by_step)),
-        evaluations=_evaluations(path, "", report),
+        evaluations=read_evaluations(path, "", report),
         reference=reference[-1] if reference else None,
         summary=_whole(path, records.SUMMARY, report),
         status=_whole(path, STATUS, report),
@@ -202,15 +202,16 @@ def _config(path: Path) -> dict[str, Any] | None:
     return found if isinstance(found, dict) else None
 
 
-def _evaluations(path: Path, whose: str, report: Report) -> tuple[dict[str, Any], ...]:
+def read_evaluations(path: Path, whose: str, report: Report) -> tuple[dict[str, Any], ...]:
     """Return the evaluation rows, by step, from files with the name prefix `whose`."""
     found: dict[int, dict[str, Any]] = {}
     for file in sorted((path / EVALUATIONS).glob(f"{whose}step_*.json")):
         row = _whole(path, f"{EVALUATIONS}/{file.name}", report)
-        if row is not None and isinstance(row.get("step"), int):
-            found[row["step"]] = row
+        step = None if row is None else row.get("step")
+        if row is not None and type(step) is int and file.name == f"{whose}step_{step:06d}.json":
+            found[step] = row
         elif row is not None:
-            report(f"{EVALUATIONS}/{file.name} has no step number: left out.")
+            report(f"{EVALUATIONS}/{file.name} is no evaluation of the step in its name: left out.")
     return tuple(found[step] for step in sorted(found))
 
 

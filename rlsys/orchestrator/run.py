@@ -654,8 +654,7 @@ def _weight_sync(config: RunConfig, log: RunLogger, groups: Groups, pipeline: Ro
 def _progress(config: RunConfig, run_dir: Path, history: History | None) -> Progress:
     """Return the progress display, set to the start of the run or to the resumed step."""
     progress = Progress(status=StatusFile(run_dir / STATUS))
-    em = history.evaluations[-1]["em"] if history and history.evaluations else None
-    progress.update(step=history.step if history else 0, steps=config.trainer.steps, em=em)
+    progress.update(step=history.step if history else 0, steps=config.trainer.steps)
     return progress
 
 

@@ -42,11 +42,10 @@ from rlsys.observe.records import (
     LineLog,
     TimelineRow,
     read_metrics,
-    read_object,
     read_timeline_row,
     timeline_row,
 )
-from rlsys.observe.run_folder import EVALUATIONS
+from rlsys.observe.run_folder import EVALUATIONS, read_evaluations
 from rlsys.observe.samples import write_samples
 from rlsys.observe.spans import (
     Interval,
@@ -475,13 +474,5 @@ def _forget_evaluations(run_dir: Path, step: int) -> None:
 
 def _kept_evaluations(run_dir: Path, warn: Callable[[str], None]) -> dict[int, Mapping[str, Any]]:
     """Return step -> row of the policy's evaluations on disk; one may have ended after the checkpoint of a later step."""
-    kept: dict[int, Mapping[str, Any]] = {}
-    for file in (run_dir / EVALUATIONS).glob("step_*.json"):
-        if (name := EVALUATED.fullmatch(file.name)) is None:
-            continue
-        row = read_object(file.read_bytes())
-        if row is not None and row.get("step") == int(name[1]) and row.keys() >= {"em", "figures"}:
-            kept[row["step"]] = row
-        else:
-            warn(f"{file} is no evaluation of its step, and is left out.")
-    return kept
+    rows = read_evaluations(run_dir, "", warn)
+    return {row["step"]: row for row in rows if row.keys() >= {"em", "figures"}}

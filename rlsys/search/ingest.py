@@ -47,13 +47,12 @@ import yaml
 from markdown_it import MarkdownIt
 from markdown_it.token import Token
 
-from rlsys.errors import UserError, first_line
-from rlsys.files import open_atomically
+from rlsys.errors import UserError
+from rlsys.files import open_atomically, parquet_rows
 
 TEXT, MARKDOWN, JSONL, PARQUET = ".txt", ".md", ".jsonl", ".parquet"
 _KINDS = {TEXT: TEXT, ".text": TEXT, MARKDOWN: MARKDOWN, ".markdown": MARKDOWN, JSONL: JSONL, PARQUET: PARQUET}
 _TEXT_FIELDS = ("contents", "text", "content", "body")
-_PARQUET_ROWS = 256
 _FRONT_MATTER = re.compile(r"\A---[ \t]*\n(.*?)^(?:---|\.\.\.)[ \t]*(?:\n|\Z)", re.DOTALL | re.MULTILINE)
 _FRONT_MATTER_CHARS = 1 << 15  # longer front matter is treated as text, because YAML parsing is slow
 _FRONT_MATTER_BRACKETS = 400  # front matter with more brackets is treated as text; nesting takes quadratic time
@@ -179,7 +178,7 @@ def read(file: File, names: Fields) -> Iterator[Document | Skipped]:
         if kind in (TEXT, MARKDOWN):
             yield _text_document(file, kind)
             return
-        rows, unit = (_jsonl_rows(file.path), "line") if kind == JSONL else (_parquet_rows(file.path), "row")
+        rows, unit = (_jsonl_rows(file.path), "line") if kind == JSONL else (parquet_rows(file.path), "row")
         number = 0
         for number, row in rows:
             yield _row_document(file, f"{unit} {number}", number, row, names)
@@ -229,22 +228,6 @@ def _jsonl_rows(path: Path) -> Iterator[tuple[int, Any]]:
                 raise UserError(
                     f"{where} is not JSON ({problem}): correct the line.", code="malformed", key=str(path)
                 ) from problem
-
-
-def _parquet_rows(path: Path) -> Iterator[tuple[int, Any]]:
-    import pyarrow
-    from pyarrow import parquet
-
-    try:
-        with parquet.ParquetFile(path) as table:
-            batches = table.iter_batches(batch_size=_PARQUET_ROWS)
-            yield from enumerate((row for batch in batches for row in batch.to_pylist()), start=1)
-    except pyarrow.ArrowException as problem:
-        raise UserError(
-            f"{path} cannot be read as parquet ({first_line(problem)}): write it again.",
-            code="malformed",
-            key=str(path),
-        ) from problem
 
 
 def _row_document(file: File, place: str, number: int, row: Any, names: Fields) -> Document | Skipped:

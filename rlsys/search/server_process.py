@@ -68,6 +68,7 @@ class SearchServer(AbstractContextManager["SearchServer"]):
         words += ["--kind", kind] if kind else []
         words += ["--pages", pages] if pages else []
         words += ["--threads", str(threads)] if threads is not None else []
+        # Some libraries read the number of threads when the process starts, others get the flag.
         environment = child_environment(threads) | ({TOKEN_VARIABLE: token} if token else {})
         self._start([*words, *options], log, host, port, environment)
 

@@ -227,7 +227,8 @@ def test_resume_keeps_an_evaluation_that_ended_after_a_later_checkpoint(tmp_path
     with patch("rlsys.orchestrator.run_logger.open_trackers", wraps=open_trackers) as opened:
         resumed = RecordedRun(tmp_path, history=saved)
     assert [resumed.record.em_of(step) for step in (1, 2, 3)] == [None, 1.0, None]
-    assert "step_000001.json is no evaluation" in resumed.printed.getvalue()
+    warned = re.findall(r"evaluations/(\S+) is", resumed.printed.getvalue())
+    assert sorted(warned) == ["step_000001.json", "step_000003-mine.json"]
     assert [row.step for row in opened.call_args.args[3].logged if "eval/em" in row.metrics] == [2]
 
 

@@ -260,8 +260,8 @@ def model_folder(name: str | Path) -> Path:
         raise UserError(f"model {name} {sentence}", code=code, key=str(name)) from problem
     except (errors.LocalEntryNotFoundError, errors.HfHubHTTPError, OSError) as problem:
         raise RunError(
-            f"model {name} is not a local folder and cannot be downloaded ({first_line(problem)}): check the network, set HF_ENDPOINT "
-            "to a mirror, or give a folder."
+            f"model {name} is not a local folder and cannot be downloaded ({first_line(problem)}): check the network, "
+            "set HF_ENDPOINT to a mirror, or give a folder."
         ) from problem
 
 

@@ -178,8 +178,8 @@ class PlacementSearch:
         scorers = scoring_groups(base)
         for first in range(1 + len(scorers), self._devices):
             rollout = self._stages(rollout_choices(base, model, first, self._devices - first), ("rollout",))
-            for actors in (range(1, first) if scorers else (first,)) if rollout else ():
-                if not training[actors]:
+            for actors in range(1, first) if scorers else (first,):
+                if not (rollout and training[actors]):
                     continue
                 scoring = inference_choices(base, model, actors, first - actors)
                 yield from product(training[actors], self._stages(scoring, scorers), rollout)
