@@ -7,7 +7,7 @@ import math
 import random
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -53,6 +53,22 @@ class Row:
         known = asdict(self) | asdict(self.fault)
         del known["fault"], known["seed"], known["began"]
         return known | {"repeat": repeat(seed, self.fault.number)}
+
+
+def still_open(rows: Iterable[Mapping[str, Any]]) -> int:
+    """Return the number of faults that have begun and are not over, from the rows of a run's faults.jsonl.
+
+    Each driver numbers its faults from 1. Those of one that died have no end, and ended with it.
+    """
+    found = set[int]()
+    for row in rows:
+        if row["event"] != "began":
+            found.discard(row["fault"])
+        elif row["fault"] == 1:
+            found = {1}
+        else:
+            found.add(row["fault"])
+    return len(found)
 
 
 def is_wrong(row: Mapping[str, Any]) -> bool:

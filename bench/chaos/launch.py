@@ -22,7 +22,7 @@ from pathlib import Path
 import psutil
 
 from bench.chaos.faults import HELD_S, SEARCH, STAGES, Fault, Kind
-from bench.chaos.findings import Row
+from bench.chaos.findings import Row, still_open
 from bench.chaos.proxy import Proxy
 from rlsys.observe.faults import FAULTS
 from rlsys.observe.status import FINISHED, read_status
@@ -211,10 +211,10 @@ class Launch:
     def open_faults(self) -> int:
         """Return the number of faults that the run has recorded as begun and not as over."""
         folder = newest(self._out)
-        with suppress(OSError):
-            rows = [json.loads(line) for line in (folder / FAULTS).read_text().splitlines()] if folder else []
-            return len({row["fault"] for row in rows} - {row["fault"] for row in rows if row["event"] != "began"})
-        return 0
+        try:
+            return still_open(map(json.loads, (folder / FAULTS).read_text().splitlines())) if folder else 0
+        except OSError:  # Not written yet.
+            return 0
 
     def ending(self) -> str | None:
         """Return how the newest run ended according to its status.json; None if it does not say."""

@@ -67,10 +67,11 @@ _log = logging.getLogger(__name__)
 def local_ray(stop: Callable[[], None], patience_s: float = PATIENCE_S) -> Iterator[Path]:
     """Yield a `ray_folder` for a Ray that the body starts; on exit call `stop`, then kill the processes that remain.
 
-    `stop` would wait for ever for a process that hangs; Ray's processes are killed after `patience_s`.
+    Processes that were there before, such as a search server, and their descendants are spared. `stop` would wait for ever
+    for a process that hangs; Ray's processes are killed after `patience_s`.
     """
     adopt_orphans()
-    strangers = {process.pid for process in descendants()}
+    strangers = descendants()
     with ray_folder() as folder:
         try:
             yield folder
@@ -81,7 +82,7 @@ def local_ray(stop: Callable[[], None], patience_s: float = PATIENCE_S) -> Itera
             late.start()
             stop()
             late.cancel()
-            end(process for process in {*before, *descendants()} if process.pid not in strangers)
+            end({*before, *descendants()}.difference(*map(_family, strangers)))
 
 
 def require_token(environment: Mapping[str, str], *, make: bool) -> dict[str, str]:
@@ -126,6 +127,14 @@ def adopt_orphans() -> None:
 def descendants() -> list[psutil.Process]:
     """Return all child processes, recursively, except helpers that end with this process by themselves."""
     return [child for child in psutil.Process().children(recursive=True) if not _is_helper(child)]
+
+
+def _family(process: psutil.Process) -> list[psutil.Process]:
+    """Return a process and its descendants."""
+    try:
+        return [process, *process.children(recursive=True)]
+    except psutil.NoSuchProcess:
+        return [process]
 
 
 def ray_processes() -> dict[str, psutil.Process]:

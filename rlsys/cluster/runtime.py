@@ -48,6 +48,10 @@ WATCH_S = 2.0
 """Interval at which a local Ray is watched."""
 ANSWER_S = 20.0
 """Time-out of a query to Ray's head."""
+NEAR_ANSWER_S = 10.0
+"""Time-out of a query to a head on this machine."""
+NEAR_CHECKS = HEALTH_CHECKS | {"health_check_timeout_ms": 2000, "gcs_rpc_server_reconnect_timeout_s": HEAD_GONE_S}
+"""Settings of a Ray of this machine alone, which gives up a raylet that is silent for 16 s."""
 _STOPS = "so the run was stopped: see its log, and the memory of this machine. resume=auto continues from the last checkpoint."
 _STARTS = 3
 """Attempts to start a local Ray; the first may time out on a busy machine."""
@@ -207,8 +211,8 @@ class RayWatch:
             if process in gone:
                 raise RunError(f"Ray's process {name} has died, {_STOPS}")
 
-    async def run(self, every_s: float = WATCH_S, timeout_s: float = ANSWER_S) -> None:
-        """Watch until cancelled. Raises RunError if a process dies, or does not answer for about half a minute."""
+    async def run(self, every_s: float = WATCH_S, timeout_s: float = NEAR_ANSWER_S) -> None:
+        """Watch until cancelled. Raises RunError if a process dies, or does not answer for 10 s (the head) or 16 s."""
         if not self._processes:
             return
         over, ended = threading.Event(), Future[None]()
@@ -355,8 +359,7 @@ def _local(cluster: ClusterConfig, slots: int) -> Iterator[None]:
         for attempt in range(1, _STARTS + 1):
             try:
                 with temporary_files_in(folder):
-                    settings = HEALTH_CHECKS | {"gcs_rpc_server_reconnect_timeout_s": HEAD_GONE_S}
-                    own = {"_temp_dir": str(rays_own(folder)), "_system_config": settings}
+                    own = {"_temp_dir": str(rays_own(folder)), "_system_config": NEAR_CHECKS}
                     _connect(address="local", include_dashboard=False, **own, **on_cpus)
                 break
             except Exception as problem:  # Ray raises a bare Exception if its processes take longer than 30 s to start.

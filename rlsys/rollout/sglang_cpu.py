@@ -12,12 +12,15 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import sys
+from multiprocessing import forkserver
 from pathlib import Path
 
 from rlsys.config.schema import Device
 from rlsys.errors import RunError
+from rlsys.weights.sockets import environment_variables
 
 STANDINS = Path(__file__).with_name("cpu_standins")
 
@@ -31,6 +34,17 @@ def prepare(device: Device) -> None:
         sys.path.append(str(STANDINS))
     if "transformers" in sys.modules:
         _look_again_for_torchvision()
+
+
+def start_fork_server() -> None:
+    """Start the process from which this one forks SGLang's processes (`sglang_template`), and do not wait for it.
+
+    An import of SGLang takes 6 seconds of CPU, most of the start of an engine. SGLang would import it again in each of its
+    processes. Call this on a thread that lives as long as the engine: the kernel ends the process with that thread.
+    """
+    multiprocessing.set_forkserver_preload(["rlsys.rollout.sglang_template"])
+    with environment_variables({"PYTHONPATH": os.pathsep.join(sys.path)}):
+        forkserver.ensure_running()
 
 
 def _look_again_for_torchvision() -> None:

@@ -109,6 +109,8 @@ class SglangEngine(RolloutEngine):
         from rlsys.rollout import sglang_cpu
 
         sglang_cpu.prepare(self.setup.device)
+        if self.setup.device is Device.cpu:
+            sglang_cpu.start_fork_server()
         self._process = await asyncio.to_thread(self._launch)
         await self._process.freeze_gc()
 

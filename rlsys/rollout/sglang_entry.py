@@ -13,9 +13,11 @@ DeepSeek's attention goes by latents in prefills too.
 from __future__ import annotations
 
 import faulthandler
+import multiprocessing
 import os
 import signal
 import tempfile
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +32,10 @@ def scheduler(*args: Any, **kwargs: Any) -> None:
     from sglang.srt.managers.load_snapshot import shm_path_for
 
     arguments, ports = args[:2]
+    engine = multiprocessing.parent_process()  # Also of a fork, whose parent is its fork server.
+    owner = (engine and engine.pid) or os.getppid()
     for pattern in (Path(shm_path_for(ports.instance_id)).name, f"sem.loky-{os.getpid()}-*"):
-        tie_shared_memory(pattern, Path(tempfile.gettempdir()), os.getppid())
+        tie_shared_memory(pattern, Path(tempfile.gettempdir()), owner)
     from sglang.srt.managers.scheduler import run_scheduler_process
 
     if torch.version.cuda is None:
@@ -51,6 +55,13 @@ def detokenizer(*args: object, **kwargs: object) -> None:
     from sglang.srt.managers.detokenizer_manager import run_detokenizer_process
 
     run_detokenizer_process(*args, **kwargs)
+
+
+def in_environment(variables: Mapping[str, str], main: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+    """Run `main` with these environment variables, because a fork has those of its fork server."""
+    os.environ.clear()
+    os.environ.update(variables)
+    main(*args, **kwargs)
 
 
 def _pageable(dims: tuple[int, ...], dtype: torch.dtype, **_: Any) -> torch.Tensor:

@@ -10,7 +10,9 @@ import asyncio
 import multiprocessing
 import os
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +61,37 @@ class _Engine(Engine):
     run_detokenizer_process_func = staticmethod(sglang_entry.detokenizer)
 
 
+class _ForkedEngine(_Engine):
+    """SGLang's engine on CPUs, whose processes are forked from one that has imported SGLang (`sglang_cpu`).
+
+    On GPUs they need variables of their own from their first instruction, such as LD_PRELOAD.
+    """
+
+    @classmethod
+    def _launch_scheduler_processes(
+        cls, server_args: Any, port_args: Any, run_scheduler_process_func: Callable[..., None], **kwargs: Any
+    ) -> Any:
+        with _forked(run_scheduler_process_func) as main:
+            return super()._launch_scheduler_processes(server_args, port_args, main, **kwargs)
+
+    @classmethod
+    def _launch_detokenizer_subprocesses(
+        cls, server_args: Any, port_args: Any, run_detokenizer_process_func: Callable[..., None]
+    ) -> Any:
+        with _forked(run_detokenizer_process_func) as main:
+            return super()._launch_detokenizer_subprocesses(server_args, port_args, main)
+
+
+@contextmanager
+def _forked(main: Callable[..., None]) -> Iterator[Callable[..., None]]:
+    """Let multiprocessing fork in the body, and yield `main` with this process's environment."""
+    multiprocessing.set_start_method("forkserver", force=True)
+    try:
+        yield partial(sglang_entry.in_environment, dict(os.environ), main)
+    finally:
+        multiprocessing.set_start_method("spawn", force=True)  # As SGLang has set it.
+
+
 class SglangProcess:
     """A running SGLang engine. The constructor blocks until the model is loaded."""
 
@@ -77,7 +110,7 @@ class SglangProcess:
         if arguments.get("enable_memory_saver"):
             variables |= start_variables()
         with environment_variables(variables):
-            self.engine = _Engine(**arguments)
+            self.engine = (_ForkedEngine if on_cpu else _Engine)(**arguments)
         self._manager = self.engine.tokenizer_manager
         ranks = range(arguments["tp_size"])
         self._devices = [torch.device("cpu") if on_cpu else torch.device("cuda", rank) for rank in ranks]

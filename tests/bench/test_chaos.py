@@ -23,6 +23,7 @@ from bench.chaos.findings import (
     UNCLEAR,
     continued,
     lost,
+    still_open,
     temporary,
     verdict,
 )
@@ -150,6 +151,18 @@ def test_what_was_as_it_must_be_still_counts_on_another_commit() -> None:
     found = {"rows": rows, "ends": [*ends, fine | {"faults": [9]}], "em_without_faults": {"plain": 0.75}}
     assert [row["number"] for row in continued(found, "new", questions=32)["rows"]] == [0, 4]
     assert [row["number"] for row in continued(found, "old", questions=32)["rows"]] == [0, 1, 2, 3, 4, 9]
+
+
+def test_faults_of_a_driver_that_died_are_not_open_any_more() -> None:
+    def row(event: str, fault: int) -> dict[str, Any]:
+        return {"event": event, "fault": fault}
+
+    rows = [row("began", 1), row("began", 2), row("recovered", 1)]
+    assert still_open(rows) == 1
+    rows.append(row("began", 1))
+    assert still_open(rows) == 1
+    rows.append(row("recovered", 1))
+    assert still_open(rows) == 0
 
 
 def test_unfinished_files_of_a_run_are_found(tmp_path: Path) -> None:

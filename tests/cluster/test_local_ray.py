@@ -251,6 +251,18 @@ def test_promised_port_is_kept_for_its_listener() -> None:
             dist.TCPStore("127.0.0.1", port, 1, is_master=True)
 
 
+def test_processes_that_a_search_server_starts_beside_ray_are_left_to_it() -> None:
+    shell = ["sh", "-c", "read line; sleep 3600 & echo $!; read line; kill $!"]
+    with subprocess.Popen(shell, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as server:
+        assert server.stdin is not None
+        assert server.stdout is not None
+        with local_ray.local_ray(lambda: None):
+            print(file=server.stdin, flush=True)
+            child = psutil.Process(int(server.stdout.readline()))
+        assert child.status() == psutil.STATUS_SLEEPING
+        server.communicate("\n")
+
+
 @pytest.mark.parametrize(("name", "counts"), [("/x/wandb/bin/wandb-core", False), ("/x/wandb-core", True)])
 def test_service_of_wandb_is_left_to_end_by_itself(name: str, counts: bool) -> None:
     command = [sys.executable, "-c", "import sys; print(flush=True); sys.stdin.read()", name]

@@ -26,7 +26,7 @@ async def test_each_rank_gets_the_bucket_on_its_own_device(
     def serialize(payload: dict[str, Any]) -> Any:
         return payload["flattened_tensor"]
 
-    monkeypatch.setattr(sglang_process, "_Engine", Mock())
+    monkeypatch.setattr(sglang_process, "_ForkedEngine" if on_cpu else "_Engine", Mock())
     monkeypatch.setattr(sglang_process.MultiprocessingSerializer, "serialize", serialize)
     process = sglang_process.SglangProcess({"tp_size": len(devices)}, on_cpu)
     update = process._manager.update_weights_from_tensor = AsyncMock(return_value=(True, ""))
