@@ -63,7 +63,7 @@ def still_open(rows: Iterable[Mapping[str, Any]]) -> int:
     found = set[int]()
     for row in rows:
         if row["event"] != "began":
-            found.discard(row["fault"])
+            found.discard(row.get("fault", 0))
         elif row["fault"] == 1:
             found = {1}
         else:

@@ -40,6 +40,7 @@ from rlsys.config.derived import stage_limits
 from rlsys.config.schema import ClusterConfig, Device
 from rlsys.errors import PeerLost, RunError, UserError, root_cause
 
+_START = "to start"
 DEATH_S = 10.0
 """Time to wait for Ray to report a dead process, after its peers have already failed."""
 GATHERED = "nodes"
@@ -177,11 +178,11 @@ class WorkerGroup:
         """Create each rank's worker in its process: `factory(*arguments[rank])`. `only` selects one rank."""
         ranks = self.ranks if only is None else (self.ranks[only],)
         refs = [rank.handle.build.remote(factory, *args) for rank, args in zip(ranks, arguments, strict=True)]
-        await self._gather(refs, "to start", timeout_s, ranks)
+        await self._gather(refs, _START, timeout_s, ranks)
 
     async def free_address(self, timeout_s: float) -> tuple[str, int]:
         """Return host and a free port of rank 0, for the rendezvous of torch.distributed."""
-        address, port = (await self._gather([self.ranks[0].handle.free_address.remote()], "to start", timeout_s))[0]
+        address, port = (await self._gather([self.ranks[0].handle.free_address.remote()], _START, timeout_s))[0]
         return address, port
 
     @property
@@ -241,11 +242,14 @@ class WorkerGroup:
                 ray.kill(self.ranks[index].handle)
 
     def memory_bytes(self) -> int:
-        """Return the memory of the largest rank on this machine with its child processes, without shared memory."""
+        """Return the memory of the largest rank on this machine with its child processes.
+
+        What processes share, such as the pages of a fork and its parent, counts by their shares.
+        """
         sizes: dict[Path, int] = {rank.log: 0 for rank in self.ranks}
         for pid, log in processes_of(os.path.realpath(self.ranks[0].log.parent)):
             with contextlib.suppress(psutil.Error):
-                sizes[log] = sizes.get(log, 0) + psutil.Process(pid).memory_full_info().uss
+                sizes[log] = sizes.get(log, 0) + psutil.Process(pid).memory_full_info().pss
         return max(sizes[rank.log] for rank in self.ranks)
 
     def log_tail(self, index: int) -> str:
@@ -446,6 +450,8 @@ def _explain(rank: Rank, purpose: str, problem: BaseException) -> Exception:
     if isinstance(problem, ray.exceptions.RayTaskError):
         cause = problem.cause if isinstance(problem.cause, Exception) else problem
         shown = root_cause(cause, f"a file of its machine, such as its log {rank.log},")
+        if purpose == _START and type(cause) is RunError:  # Its reason may be in the log of one of the rank's processes.
+            return RunError(f"{cause}\n{_tail(rank)}", code=cause.code)
         if isinstance(cause, UserError | RunError):
             return cause
         if isinstance(shown, RunError):

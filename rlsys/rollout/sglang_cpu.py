@@ -12,8 +12,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import multiprocessing
 import os
+import signal
 import sys
 from multiprocessing import forkserver
 from pathlib import Path
@@ -23,6 +25,9 @@ from rlsys.errors import RunError
 from rlsys.weights.sockets import environment_variables
 
 STANDINS = Path(__file__).with_name("cpu_standins")
+PARENT = "RLSYS_SGLANG_PARENT"
+"""Environment variable of the template and its forks: the process id of their parent."""
+_PR_SET_PDEATHSIG = 1  # From linux/prctl.h.
 
 
 def prepare(device: Device) -> None:
@@ -43,8 +48,16 @@ def start_fork_server() -> None:
     processes. Call this on a thread that lives as long as the engine: the kernel ends the process with that thread.
     """
     multiprocessing.set_forkserver_preload(["rlsys.rollout.sglang_template"])
-    with environment_variables({"PYTHONPATH": os.pathsep.join(sys.path)}):
+    paths = {"PYTHONPATH": os.pathsep.join(sys.path), "PYTHONSAFEPATH": "1"}  # The same modules as here.
+    with environment_variables(paths | {PARENT: str(os.getpid())}):
         forkserver.ensure_running()
+
+
+def end_with(parent: int) -> None:
+    """Let the kernel kill this process when its parent ends; end at once if `parent` has ended already."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
 
 
 def _look_again_for_torchvision() -> None:

@@ -1,8 +1,8 @@
 """Runs SGLang as a rollout engine.
 
 SGLang itself is imported on `start` (sglang_process.py), and torch when it is first needed: a plan asks this module for
-the engine's memory. SGLang signals SIGQUIT to this process when one of its processes dies, and kills every child of this
-process on shutdown: give an engine a process of its own.
+the engine's memory. SGLang signals SIGQUIT to the parent of its processes when one of them fails, which is this process, or
+on CPUs their template. It kills every child of this process on shutdown: give an engine a process of its own.
 """
 
 from __future__ import annotations

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 
 from rlsys.files import tie_shared_memory
+from rlsys.rollout import sglang_cpu
 
 
 def scheduler(*args: Any, **kwargs: Any) -> None:
@@ -58,7 +59,8 @@ def detokenizer(*args: object, **kwargs: object) -> None:
 
 
 def in_environment(variables: Mapping[str, str], main: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-    """Run `main` with these environment variables, because a fork has those of its fork server."""
+    """Run `main` in a fork of the template, with these environment variables instead of the template's."""
+    sglang_cpu.end_with(int(os.environ[sglang_cpu.PARENT]))
     os.environ.clear()
     os.environ.update(variables)
     main(*args, **kwargs)

@@ -119,6 +119,21 @@ async def test_disk_error_of_a_worker_is_one_sentence_with_rank_file_and_code(
         assert (await failure("fail", ConnectionResetError(errno.ECONNRESET, "Connection reset by peer"))).code is None
 
 
+def unable(why: str) -> None:
+    os.write(2, why.encode())
+    raise RunError("its scheduler has died.", code="no_room")
+
+
+async def test_worker_that_cannot_start_shows_its_log(bundles: PlacementGroup, tmp_path: Path) -> None:
+    group = WorkerGroup.launch("toy", bundles, SEATS[:1], CLUSTER, tmp_path)
+    try:
+        with pytest.raises(RunError, match=r"(?s)its scheduler has died\..* no such model") as raised:
+            await group.build(unable, [("there is no such model\n",)], 300)
+        assert raised.value.code == "no_room"
+    finally:
+        group.kill()
+
+
 def test_full_disk_of_ray_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     def full(_: object) -> None:
         raise ray.exceptions.OutOfDiskError("Local disk is full")

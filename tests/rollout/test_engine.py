@@ -32,6 +32,7 @@ async def test_greedy_tokens_and_log_probs_are_those_of_transformers(bench: Benc
 async def test_watched_processes_are_the_scheduler_and_the_detokenizer(bench: Bench) -> None:
     watched = bench.sglang.processes()
     assert sorted(process.cmdline()[0].rstrip() for process in watched) == ["sglang::detokenizer", "sglang::scheduler"]
+    assert {parent.cmdline()[0].rstrip() for one in watched if (parent := one.parent())} == {"sglang::template"}
 
 
 async def test_log_probs_are_over_the_whole_vocabulary_at_the_temperature(bench: Bench) -> None:

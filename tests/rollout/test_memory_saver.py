@@ -54,7 +54,7 @@ def test_engine_with_the_memory_saver_searches_the_folder_of_the_runtime_first(
         found.append(os.environ.get(SEARCHED))
         return Mock()
 
-    monkeypatch.setattr(sglang_process, "_Engine", engine)
+    monkeypatch.setattr(sglang_process, "_ForkedEngine", engine)
     monkeypatch.setattr(memory_saver, "_MAPS", tmp_path / "maps")
     (tmp_path / "maps").write_text(maps("/cu13/libcudart.so.13"))
     monkeypatch.delenv(SEARCHED, raising=False) if before is None else monkeypatch.setenv(SEARCHED, before)

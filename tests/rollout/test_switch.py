@@ -272,6 +272,7 @@ async def test_engine_survives_a_helper_process_that_exits(
 
     monkeypatch.setattr(engine._engine, "_launch", launch)
     monkeypatch.setattr(sglang_cpu, "prepare", lambda _device: None)
+    monkeypatch.setattr(sglang_cpu, "start_fork_server", lambda: None)
     await engine.start()
     helper, scheduler = children
     helper.kill()
@@ -350,6 +351,7 @@ async def test_start_that_times_out_ends_the_processes_it_started(monkeypatch: p
 
     monkeypatch.setattr(engine._engine, "_launch", launch)
     monkeypatch.setattr(sglang_cpu, "prepare", lambda _device: None)
+    monkeypatch.setattr(sglang_cpu, "start_fork_server", lambda: None)
     with pytest.raises(RunError, match=str(POLICY)):
         await engine.start()
     assert [child.returncode for child in started] == [-9]

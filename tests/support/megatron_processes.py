@@ -12,10 +12,12 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from multiprocessing import forkserver, popen_forkserver
 from multiprocessing.connection import Connection, wait
-from multiprocessing.context import BaseContext
+from multiprocessing.context import BaseContext, ForkServerContext, ForkServerProcess
 from multiprocessing.process import BaseProcess
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -30,6 +32,8 @@ ANSWER_S = 600.0
 COLLECTIVE_S = 120.0
 MEETINGS = 8
 """Number of process groups that a function can form in sequence."""
+_SERVER = forkserver.ForkServer()
+_SERVER.set_forkserver_preload([PRELOADED])
 
 
 @dataclass(frozen=True)
@@ -61,17 +65,28 @@ class Host:
         self.process.join()
 
 
+class _Popen(popen_forkserver.Popen):
+    """Forks from `_SERVER`, because SGLang's processes are forked from multiprocessing's own fork server."""
+
+    def _launch(self, process_obj: BaseProcess) -> None:
+        with mock.patch.object(forkserver, "connect_to_new_process", _SERVER.connect_to_new_process):
+            super()._launch(process_obj)
+
+
+class _Process(ForkServerProcess):
+    _Popen = staticmethod(_Popen)
+
+
+class _Forks(ForkServerContext):
+    Process = _Process
+
+
 def forks() -> BaseContext:
     """Context that forks new processes from one that has imported Megatron and has no threads.
 
-    A fork takes milliseconds, the import seconds. A forked process can itself fork others. No test may start a fork
-    server with other imports, because a fork server cannot be replaced while one of its children is alive.
+    A fork takes milliseconds, the import seconds. A forked process can itself fork others.
     """
-    if PRELOADED in sys.modules:
-        return multiprocessing.get_context("fork")
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([PRELOADED])
-    return context
+    return multiprocessing.get_context("fork") if PRELOADED in sys.modules else _Forks()
 
 
 def fork(count: int) -> list[Host]:
