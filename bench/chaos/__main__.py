@@ -24,6 +24,7 @@ import math
 import shutil
 import time
 from collections import defaultdict
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any
@@ -148,7 +149,7 @@ class Campaign:
             row.commit = self._commit
             pending.remove(fault)
             rows.append(row)
-            self._watch(launch, row)
+            self._watch(launch, rows)
             heal()
             if proxy:
                 proxy.heal()
@@ -162,20 +163,26 @@ class Campaign:
     def _bound_s(self) -> float:
         return self._limit_s + self._restart_s
 
-    def _watch(self, launch: Launch, row: Row) -> None:
-        """Wait until the run works again or has ended, and note it in `row`."""
+    def _watch(self, launch: Launch, rows: Sequence[Row]) -> None:
+        """Wait until the run works again or has ended, and note it in the last of `rows`."""
+        *before, row = rows
         steps, row.began = launch.steps(), time.monotonic()
         while time.monotonic() < row.began + self._bound_s:
             if launch.code is not None:
                 row.outcome, row.sentence = RECOVERED, ""
                 if launch.code:
-                    row.outcome, row.sentence = verdict(row.fault, launch.code, launch.printed(), launch.ending())
+                    row.outcome, row.sentence = self._verdict(launch, row, before)
             elif launch.steps() >= steps + 2 and not launch.open_faults():
                 row.outcome = RECOVERED
             if row.outcome != HUNG:
                 row.seconds = time.monotonic() - row.began
                 return
             time.sleep(POLL_S)
+
+    def _verdict(self, launch: Launch, row: Row, before: Sequence[Row]) -> tuple[str, str]:
+        """Return the outcome of a launch that has ended with an error, and its sentence."""
+        assert launch.code is not None
+        return verdict(row.fault, launch.code, launch.printed(), launch.ending(), [one.fault for one in before])
 
     def _wait_for_end(self, launch: Launch) -> int | None:
         """Wait for the end of a run that makes progress; kill it and return None if it makes none."""
@@ -197,7 +204,7 @@ class Campaign:
         if code is None:
             blamed.outcome, blamed.sentence = HUNG, "It made no progress after the fault."
         elif rows:
-            blamed.outcome, blamed.sentence = verdict(blamed.fault, code, launch.printed(), launch.ending())
+            blamed.outcome, blamed.sentence = self._verdict(launch, blamed, rows[:-1])
         else:
             blamed.outcome = UNCLEAR
             blamed.sentence += f" The next launch failed: {launch.ending() or launch.printed()[-300:]}"

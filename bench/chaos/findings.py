@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from bench.chaos.faults import PARTS, Fault
+from bench.chaos.faults import PARTS, Fault, Kind
 from rlsys.data.prompt_source import SourceState
 from rlsys.errors import without_code
 from rlsys.observe.status import FAILED
@@ -98,11 +98,13 @@ def repeat(seed: int, number: int) -> str:
     return f"python -m bench.chaos --seed {seed} --first {number} --kills 1 --again"
 
 
-def verdict(fault: Fault, code: int, printed: str, ended: str | None) -> tuple[str, str]:
+def verdict(fault: Fault, code: int, printed: str, ended: str | None, before: Iterable[Fault] = ()) -> tuple[str, str]:
     """Return the outcome of a fault after which the driver exited with `code`, and its sentence.
 
     `printed`: stderr of the driver. `ended`: how the run ended according to its status.json, None if it does not say.
-    An ending is `ENDED` if it is one sentence that names the part, without a traceback of the driver.
+    `before`: faults of the same launch before this one. An ending is `ENDED` if it is one sentence that names the part,
+    without a traceback of the driver. If Ray's head has been stopped before, it may name that: a run goes on without the
+    head, until the fault makes it start a process.
     """
     lines = [line for line in printed.splitlines() if line.strip() and not _LOGGED.match(line)]
     if fault.process == "driver" and code < 0:
@@ -112,7 +114,9 @@ def verdict(fault: Fault, code: int, printed: str, ended: str | None) -> tuple[s
     sentence = sentence.partition(" The last lines of")[0]
     if code not in (1, 2) or _TRACE.search(printed):
         return UNCLEAR, f"status {code}: {_traced(lines) or sentence}"
-    return (ENDED if re.search(PARTS[fault.process], sentence) else UNCLEAR), sentence
+    stopped = [one for one in before if one.process == "gcs" and one.kind is Kind.stop]
+    named = any(re.search(PARTS[one.process], sentence) for one in (fault, *stopped))
+    return (ENDED if named else UNCLEAR), sentence
 
 
 def _traced(lines: Sequence[str]) -> str:

@@ -450,7 +450,9 @@ def _explain(rank: Rank, purpose: str, problem: BaseException) -> Exception:
     if isinstance(problem, ray.exceptions.RayTaskError):
         cause = problem.cause if isinstance(problem.cause, Exception) else problem
         shown = root_cause(cause, f"a file of its machine, such as its log {rank.log},")
-        if purpose == _START and type(cause) is RunError:  # Its reason may be in the log of one of the rank's processes.
+        if (
+            purpose == _START and type(cause) is RunError
+        ):  # Its reason may be in the log of one of the rank's processes.
             return RunError(f"{cause}\n{_tail(rank)}", code=cause.code)
         if isinstance(cause, UserError | RunError):
             return cause

@@ -78,6 +78,16 @@ def test_an_end_is_clear_if_one_sentence_names_the_part(
     assert verdict(fault(process), code, log + printed, ended)[0] == outcome
 
 
+def test_an_end_may_name_the_head_of_ray_that_was_stopped_before() -> None:
+    died = "Ray's process gcs_server does not answer, so the run was stopped."
+    ends = {
+        (kind, process): verdict(fault("engine"), 1, f"{died}\n", None, [fault(process, kind)])[0]
+        for kind in (Kind.kill, Kind.stop)
+        for process in ("gcs", "raylet")
+    }
+    assert [one for one, outcome in ends.items() if outcome == ENDED] == [(Kind.stop, "gcs")]
+
+
 class Complete:
     """Folder of a complete run, whose prompts come from a real source."""
 
