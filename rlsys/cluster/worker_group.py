@@ -450,9 +450,8 @@ def _explain(rank: Rank, purpose: str, problem: BaseException) -> Exception:
     if isinstance(problem, ray.exceptions.RayTaskError):
         cause = problem.cause if isinstance(problem.cause, Exception) else problem
         shown = root_cause(cause, f"a file of its machine, such as its log {rank.log},")
-        if (
-            purpose == _START and type(cause) is RunError
-        ):  # Its reason may be in the log of one of the rank's processes.
+        # The reason may be in the log, of a process that the worker has started.
+        if purpose == _START and type(cause) is RunError:
             return RunError(f"{cause}\n{_tail(rank)}", code=cause.code)
         if isinstance(cause, UserError | RunError):
             return cause
