@@ -80,9 +80,10 @@ def test_template_ends_with_its_engine_and_its_forks_have_the_environment_of_the
             assert template.cmdline()[0].rstrip() == "sglang::template"
             assert template.ppid() == engine.pid
             template.send_signal(signal.SIGINT)
+            (sleep,) = child.children()
             engine.kill()
-            template.wait(60)
-            for process in [*child.children(), child]:
-                process.kill()
+            for process in (template, child):
+                process.wait(60)
+            sleep.kill()
         remove_shared_memory(Path(folder), engine.pid)
         assert not list(SHARED_MEMORY.glob(f"sem.loky-{template.pid}-*"))
