@@ -103,8 +103,8 @@ def verdict(fault: Fault, code: int, printed: str, ended: str | None, before: It
 
     `printed`: stderr of the driver. `ended`: how the run ended according to its status.json, None if it does not say.
     `before`: faults of the same launch before this one. An ending is `ENDED` if it is one sentence that names the part,
-    without a traceback of the driver. If Ray's head has been stopped before, it may name that: a run goes on without the
-    head, until the fault makes it start a process.
+    without a traceback of the driver. If Ray's head has been stopped before, it may name that: the run ends only some
+    seconds later, or when it needs the head.
     """
     lines = [line for line in printed.splitlines() if line.strip() and not _LOGGED.match(line)]
     if fault.process == "driver" and code < 0:
@@ -114,8 +114,8 @@ def verdict(fault: Fault, code: int, printed: str, ended: str | None, before: It
     sentence = sentence.partition(" The last lines of")[0]
     if code not in (1, 2) or _TRACE.search(printed):
         return UNCLEAR, f"status {code}: {_traced(lines) or sentence}"
-    stopped = [one for one in before if one.process == "gcs" and one.kind is Kind.stop]
-    named = any(re.search(PARTS[one.process], sentence) for one in (fault, *stopped))
+    stopped = any((one.process, one.kind) == ("gcs", Kind.stop) for one in before)
+    named = re.search(PARTS[fault.process], sentence) or (stopped and "gcs_server" in sentence)
     return (ENDED if named else UNCLEAR), sentence
 
 

@@ -10,6 +10,7 @@ import os
 import signal
 import subprocess
 import threading
+import time
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -17,7 +18,7 @@ from typing import Any, TypeVar
 
 from rlsys.cluster.local_ray import adopt_orphans, descendants, end, ends_with_parent
 from rlsys.errors import Interrupted, RunError, UserError, root_cause
-from rlsys.observe.faults import KILLED_BY, Restarts
+from rlsys.observe.faults import KILLED_AT, KILLED_BY, Restarts
 
 T = TypeVar("T")
 _SAYS = "RLSYS_SAYS_THAT_IT_ENDS"
@@ -49,7 +50,7 @@ def supervise(command: Sequence[str], restarts: Restarts, note: Callable[[str], 
     It is killed by a signal, or by a library that ends the process: Ray does so in a call if its raylet has died. Such a
     command has not left `ends_by_itself`. Call this from the main thread. Ctrl-C, SIGTERM and SIGHUP go to the command,
     which is then not run again. All processes that the command leaves are ended. The command ends with this process.
-    `KILLED_BY` in its environment names what killed the command before it; it is empty at first.
+    `KILLED_BY` in its environment names what killed the command before it, and `KILLED_AT` when; both are empty at first.
     """
     received: list[int] = []
     child: subprocess.Popen[bytes] | None = None
@@ -63,11 +64,11 @@ def supervise(command: Sequence[str], restarts: Restarts, note: Callable[[str], 
         if signal.getsignal(number) != signal.SIG_IGN:
             signal.signal(number, forward)
     adopt_orphans()
-    reason = ""
+    reason = killed_at = ""
     while True:
         said, says = os.pipe()
         os.set_blocking(said, False)
-        variables = {KILLED_BY: reason, _SAYS: str(says)}
+        variables = {KILLED_BY: reason, KILLED_AT: killed_at, _SAYS: str(says)}
         # Its own process group, so that the terminal does not send Ctrl-C a second time.
         child = subprocess.Popen(
             ends_with_parent(command), env=os.environ | variables, process_group=0, pass_fds=(says,)
@@ -76,6 +77,7 @@ def supervise(command: Sequence[str], restarts: Restarts, note: Callable[[str], 
         if received:
             child.send_signal(received[-1])
         status = child.wait()
+        killed_at = str(time.time())
         end(descendants())
         with open(said, "rb") as ends:
             if status == 0 or (status > 0 and ends.read()):

@@ -9,7 +9,8 @@ Contract:
 - Calls to several groups whose processes exchange data are awaited by `together`.
 
 Calls raise `RankDied` if a rank's process died, and `RankSilent` if a rank did not respond in time. A UserError or RunError
-of the worker is re-raised unchanged; any other exception of the worker becomes a RunError.
+of the worker is re-raised unchanged, except that a RunError without a code from its start gets the last lines of its log;
+any other exception of the worker becomes a RunError.
 """
 
 from __future__ import annotations
@@ -451,8 +452,8 @@ def _explain(rank: Rank, purpose: str, problem: BaseException) -> Exception:
         cause = problem.cause if isinstance(problem.cause, Exception) else problem
         shown = root_cause(cause, f"a file of its machine, such as its log {rank.log},")
         # The reason may be in the log, of a process that the worker has started.
-        if purpose == _START and type(cause) is RunError:
-            return RunError(f"{cause}\n{_tail(rank)}", code=cause.code)
+        if purpose == _START and type(cause) is RunError and cause.code is None:
+            return RunError(f"{cause}\n{_tail(rank)}")
         if isinstance(cause, UserError | RunError):
             return cause
         if isinstance(shown, RunError):

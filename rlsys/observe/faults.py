@@ -36,6 +36,8 @@ FAULTS = "faults.jsonl"
 _BEGAN = "began"
 KILLED_BY = "RLSYS_KILLED_BY"
 """Environment variable of a driver that is started again when it is killed: the signal that killed its predecessor."""
+KILLED_AT = "RLSYS_KILLED_AT"
+"""Environment variable of such a driver: when its predecessor was killed, in seconds since the epoch."""
 FAULT_METRICS = (
     Metric("faults/began", "count", "faults since the start of this process"),
     Metric("faults/recovered", "count", "of these, faults from which the run has recovered"),
@@ -222,10 +224,10 @@ class FaultLog:
         self._ended = dict.fromkeys(Outcome, 0)
         self._longest_s = 0.0
 
-    def begin(self, part: str, kind: FaultKind, detail: str) -> Fault:
-        """Record that `part` has failed; `detail` is one sentence with the cause and the work that was lost."""
+    def begin(self, part: str, kind: FaultKind, detail: str, at_s: float | None = None) -> Fault:
+        """Record that `part` has failed, at `at_s` or now; `detail` is one sentence with the cause and what was lost."""
         self._began += 1
-        fault = Fault(self._began, part, kind, self._clock())
+        fault = Fault(self._began, part, kind, self._clock() if at_s is None else at_s)
         self._append(fault.number, _BEGAN, fault.began_s, detail, part=part, kind=kind)
         self._say(visible(f"Fault in step {self.step}: {part} {_SAID[kind]}: {detail}"))
         return fault

@@ -312,15 +312,7 @@ class EnginePool:
 
         An engine that makes no progress meanwhile has hung: the supervisor does not watch it now.
         """
-
-        async def settle_one(one: Member) -> dict[int, Any]:
-            try:
-                return await self.engines.try_call(one, "settle", timeout_s=self._stall_timeout_s)
-            except RankSilent as silence:
-                self.engines.lost(one, silence, FaultKind.hung)
-                return {}
-
-        await self.engines.run_on(self.engines.members.living, settle_one)
+        await self.engines.call_all("settle", timeout_s=self._stall_timeout_s)
 
     async def offload(self) -> None:
         """Release every engine's device memory; nothing may be in flight."""
@@ -528,9 +520,11 @@ class EngineCalls:
         )  # fmt: skip
         self.remove(one, why, returns)
 
-    async def call_all(self, method: str, *args: Any) -> dict[int, Any]:
+    async def call_all(self, method: str, *args: Any, timeout_s: float | None = None) -> dict[int, Any]:
         """Call `method` on all living engines at once; return engine -> answer, for engines that survive the call."""
-        return await self.run_on(self.members.living, lambda one: self.try_call(one, method, *args))
+        return await self.run_on(
+            self.members.living, lambda one: self.try_call(one, method, *args, timeout_s=timeout_s)
+        )
 
     async def run_on(
         self, members: Iterable[Member], do: Callable[[Member], Coroutine[Any, Any, dict[int, Any]]]
@@ -549,12 +543,19 @@ class EngineCalls:
             raise NoEngineLeft(f"every rollout engine has died. The last one: {self.last_error}")
 
     async def try_call(self, one: Member, method: str, *args: Any, timeout_s: float | None = None) -> dict[int, Any]:
-        """Return {engine: answer}, or {} if the engine died, which is no error while other engines live."""
+        """Return {engine: answer}, or {} if the engine died or is late, which is no error while other engines live.
+
+        A late engine counts as hung, also if it answers other calls: nothing else waits for it then.
+        """
         try:
             return {one.engine: await self.call(one, method, *args, timeout_s=timeout_s)}
         except (RankDied, EngineDied) as death:
             self.lost(one, death)
-            return {}
+        except RankSilent as silence:
+            if timeout_s is not None:  # Else the call has written the stacks.
+                await self.workers.located([self.workers.ranks[one.engine]])
+            self.lost(one, silence, FaultKind.hung)
+        return {}
 
     async def call(
         self, one: Member, method: str, *args: Any, timeout_s: float | None = None, ping: bool = True

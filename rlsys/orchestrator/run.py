@@ -36,7 +36,17 @@ from rlsys.errors import RunError, UserError
 from rlsys.files import sha256_of
 from rlsys.observe import status
 from rlsys.observe.environment import detect, unmet_requirements
-from rlsys.observe.faults import FAULT_METRICS, FAULTS, KILLED_BY, Fault, FaultKind, FaultLog, Outcome, Restarts
+from rlsys.observe.faults import (
+    FAULT_METRICS,
+    FAULTS,
+    KILLED_AT,
+    KILLED_BY,
+    Fault,
+    FaultKind,
+    FaultLog,
+    Outcome,
+    Restarts,
+)
 from rlsys.observe.guards import GUARD_METRICS, Alarm
 from rlsys.observe.metrics import Metric
 from rlsys.observe.requests import Inbox
@@ -383,9 +393,11 @@ class Session:
         self._engines: EnginePool | None = None
         """Engines as the last run has left them."""
         faults.step = done
-        killed_by = os.environ.get(KILLED_BY)
-        self._fault = faults.begin("driver", FaultKind.died, f"It was killed by {killed_by}.") if killed_by else None
+        self._fault: Fault | None = None
         """Fault from which the run has not recovered yet."""
+        if killed_by := os.environ.get(KILLED_BY):
+            detail, at_s = f"It was killed by {killed_by}.", float(os.environ[KILLED_AT])
+            self._fault = faults.begin("driver", FaultKind.died, detail, at_s)
         self._at_start: History | None = None
         """Extent of the records before the first step of a new run; None before the run is opened."""
         self._ran = False

@@ -165,8 +165,10 @@ class Supervisor:
         for one, activity in (await self._pool.activity()).items():
             quiet_s = self._heartbeats.note(one.life, activity, self._clock())
             if quiet_s >= self._stall_timeout_s:
-                hung = RankDied(f"engine {one.engine} has made no progress for {quiet_s:.0f} s.", one.engine)
-                self._engines.lost(one, hung, FaultKind.hung)
+                workers = self._engines.workers
+                where = await workers.located([workers.ranks[one.engine]])
+                why = f"engine {one.engine} has made no progress for {quiet_s:.0f} s{where and f' ({where})'}."
+                self._engines.lost(one, RankDied(why, one.engine), FaultKind.hung)
                 continue
             members, works = self._engines.members, activity is None or activity.busy
             # An idle engine gets work again, with which it shows whether it hangs.

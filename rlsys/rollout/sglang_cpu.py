@@ -25,8 +25,6 @@ from rlsys.errors import RunError
 from rlsys.weights.sockets import environment_variables
 
 STANDINS = Path(__file__).with_name("cpu_standins")
-PARENT = "RLSYS_SGLANG_PARENT"
-"""Environment variable of the template and its forks: the process id of their parent."""
 _PR_SET_PDEATHSIG = 1  # From linux/prctl.h.
 
 
@@ -42,22 +40,20 @@ def prepare(device: Device) -> None:
 
 
 def start_fork_server() -> None:
-    """Start the process from which this one forks SGLang's processes (`sglang_template`), and do not wait for it.
+    """Start the process from which this one forks SGLang's processes (`sglang_template`), unless it lives.
 
     An import of SGLang takes 6 seconds of CPU, most of the start of an engine. SGLang would import it again in each of its
-    processes. Call this on a thread that lives as long as the engine: the kernel ends the process with that thread.
+    processes. Call this early, on a thread that lives as long as the engine: the kernel ends the process with that thread.
     """
     multiprocessing.set_forkserver_preload(["rlsys.rollout.sglang_template"])
-    paths = {"PYTHONPATH": os.pathsep.join(sys.path), "PYTHONSAFEPATH": "1"}  # The same modules as here.
-    with environment_variables(paths | {PARENT: str(os.getpid())}):
+    # It shall find the same modules as this process.
+    with environment_variables({"PYTHONPATH": os.pathsep.join(sys.path), "PYTHONSAFEPATH": "1"}):
         forkserver.ensure_running()
 
 
-def end_with(parent: int) -> None:
-    """Let the kernel kill this process when its parent ends; end at once if `parent` has ended already."""
+def end_with_parent() -> None:
+    """Let the kernel kill this process when its parent ends."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        os._exit(1)
 
 
 def _look_again_for_torchvision() -> None:

@@ -60,7 +60,11 @@ def detokenizer(*args: object, **kwargs: object) -> None:
 
 def in_environment(variables: Mapping[str, str], main: Callable[..., None], *args: Any, **kwargs: Any) -> None:
     """Run `main` in a fork of the template, with these environment variables instead of the template's."""
-    sglang_cpu.end_with(int(os.environ[sglang_cpu.PARENT]))
+    from rlsys.rollout.sglang_template import PID
+
+    sglang_cpu.end_with_parent()
+    if os.getppid() != PID:  # The template has ended already.
+        os._exit(1)
     os.environ.clear()
     os.environ.update(variables)
     main(*args, **kwargs)

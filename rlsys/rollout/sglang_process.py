@@ -34,7 +34,7 @@ from sglang.srt.utils import MultiprocessingSerializer
 from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorMetadata
 
 from rlsys.files import remove_shared_memory
-from rlsys.rollout import sglang_entry
+from rlsys.rollout import sglang_cpu, sglang_entry
 from rlsys.rollout.memory_saver import start_variables
 from rlsys.weights.bucket import Bucket
 from rlsys.weights.sockets import INTERFACE_VARIABLES, environment_variables, listener
@@ -85,6 +85,7 @@ class _ForkedEngine(_Engine):
 @contextmanager
 def _forked(main: Callable[..., None]) -> Iterator[Callable[..., None]]:
     """Let multiprocessing fork in the body, and yield `main` with this process's environment."""
+    sglang_cpu.start_fork_server()  # If the first one has died, the log says why the second one does.
     multiprocessing.set_start_method("forkserver", force=True)
     try:
         yield partial(sglang_entry.in_environment, dict(os.environ), main)

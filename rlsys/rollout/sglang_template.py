@@ -1,4 +1,4 @@
-"""The process from which SGLang's processes are forked on CPUs (`sglang_cpu.start_fork_server`), once it has imported SGLang.
+"""Process from which SGLang's processes are forked on CPUs, once it has imported SGLang (`sglang_cpu.start_fork_server`).
 
 multiprocessing's fork server imports this module first. Its shared memory is tied to TMPDIR, as that of SGLang's processes
 (`sglang_entry`).
@@ -11,24 +11,28 @@ import tempfile
 import traceback
 from pathlib import Path
 
-from setproctitle import setproctitle
+PID = os.getpid()
+"""Process id of the template, also in its forks."""
 
-from rlsys.config.schema import Device
-from rlsys.files import tie_shared_memory
-from rlsys.rollout import sglang_cpu
-
-sglang_cpu.end_with(int(os.environ[sglang_cpu.PARENT]))
-os.environ[sglang_cpu.PARENT] = str(os.getpid())  # For the forks.
-faulthandler.register(signal.SIGUSR1, file=2)
-signal.signal(signal.SIGINT, signal.SIG_IGN)
-setproctitle("sglang::template")  # Forks need this call before their environment changes, to name themselves.
-tie_shared_memory(f"sem.loky-{os.getpid()}-*", Path(tempfile.gettempdir()), os.getppid())
-sglang_cpu.prepare(Device.cpu)
 try:
+    from setproctitle import setproctitle
+
+    from rlsys.config.schema import Device
+    from rlsys.files import tie_shared_memory
+    from rlsys.rollout import sglang_cpu
+
+    sglang_cpu.end_with_parent()
+    faulthandler.register(signal.SIGUSR1, file=2)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    setproctitle("sglang::template")  # Forks need this call before their environment changes, to name themselves.
+    tie_shared_memory(f"sem.loky-{PID}-*", Path(tempfile.gettempdir()), os.getppid())
+    sglang_cpu.prepare(Device.cpu)
+
     import sglang.srt.managers.detokenizer_manager
     import sglang.srt.managers.scheduler  # noqa: F401
     from sglang.srt.utils import set_ulimit
+
+    set_ulimit()
 except ImportError:  # The fork server would go on without it.
     traceback.print_exc()
     os._exit(1)
-set_ulimit()

@@ -29,12 +29,14 @@ sys.exit(running.supervise([sys.executable, "-c", sys.argv[1], *sys.argv[2:]], R
 """
 """Runs the Python code of its first argument, at most twice."""
 RUN = """
-import os, pathlib, signal, subprocess, sys
+import os, pathlib, signal, subprocess, sys, time
 from rlsys.apps.running import ends_by_itself
 folder = pathlib.Path(sys.argv[1])
 orphan = subprocess.Popen(["sleep", "3600"], start_new_session=True)
 life = len(list(folder.iterdir()))
 part = folder / ".part"
+killed_at = os.environ["RLSYS_KILLED_AT"]
+assert 0 <= time.time() - float(killed_at) < 3600 if os.environ["RLSYS_KILLED_BY"] else killed_at == ""
 part.write_text(f"{os.getpid()} {orphan.pid} {os.environ['RLSYS_KILLED_BY']}")
 """
 """Begins a life: starts a process that would outlive it, and writes both ids."""

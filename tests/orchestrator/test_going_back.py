@@ -20,7 +20,7 @@ from rlsys.cluster.runtime import RayWatch
 from rlsys.cluster.worker_group import RankDied, RankSilent
 from rlsys.config.schema import ClusterConfig, RunConfig
 from rlsys.errors import PeerLost, RunError, UserError
-from rlsys.observe.faults import FAULTS, KILLED_BY, FaultLog
+from rlsys.observe.faults import FAULTS, KILLED_AT, KILLED_BY, FaultLog
 from rlsys.observe.status import Progress
 from rlsys.orchestrator.engine_pool import NoEngineLeft
 from rlsys.orchestrator.resume import Origin
@@ -140,8 +140,10 @@ def test_faults_of_a_resumed_run_have_its_step_before_its_first_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(KILLED_BY, "SIGKILL")
+    monkeypatch.setenv(KILLED_AT, "1700000000.5")
     session = Failing(tmp_path, [], 0, done=5)
     session.ready(5)
+    assert session.rows()[0]["time"] == 1700000000.5, "the time to recover includes the start of this process"
     assert [(row["event"], row["step"]) for row in session.rows()] == [("began", 5), ("recovered", 5)]
 
 

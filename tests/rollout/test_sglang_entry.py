@@ -82,8 +82,9 @@ def test_template_ends_with_its_engine_and_its_forks_have_the_environment_of_the
             template.send_signal(signal.SIGINT)
             (sleep,) = child.children()
             engine.kill()
-            for process in (template, child):
-                process.wait(60)
-            sleep.kill()
+            _, alive = psutil.wait_procs([template, child], timeout=60)
+            for process in (*alive, sleep):
+                process.kill()
+            assert not alive
         remove_shared_memory(Path(folder), engine.pid)
         assert not list(SHARED_MEMORY.glob(f"sem.loky-{template.pid}-*"))

@@ -65,16 +65,13 @@ class Host:
         self.process.join()
 
 
-class _Popen(popen_forkserver.Popen):
-    """Forks from `_SERVER`, because SGLang's processes are forked from multiprocessing's own fork server."""
-
-    def _launch(self, process_obj: BaseProcess) -> None:
-        with mock.patch.object(forkserver, "connect_to_new_process", _SERVER.connect_to_new_process):
-            super()._launch(process_obj)
-
-
 class _Process(ForkServerProcess):
-    _Popen = staticmethod(_Popen)
+    """Process forked from `_SERVER`, because SGLang's are forked from multiprocessing's own fork server."""
+
+    @staticmethod
+    def _Popen(process_obj: BaseProcess) -> popen_forkserver.Popen:
+        with mock.patch.object(forkserver, "connect_to_new_process", _SERVER.connect_to_new_process):
+            return popen_forkserver.Popen(process_obj)
 
 
 class _Forks(ForkServerContext):

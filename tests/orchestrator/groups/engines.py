@@ -106,6 +106,8 @@ class Engines:
         self.published = -1
         """Oldest version with which rollouts may begin."""
         self.breaches: list[str] = []
+        self.located_of: list[int] = []
+        """Engines whose stacks were written."""
         self.split: set[str] = set()
         """Keys of groups and answers that ran while their engine switched."""
         self._seconds = seconds
@@ -142,6 +144,7 @@ class Engines:
         return call.result()
 
     async def located(self, ranks: Sequence[Worker]) -> str:
+        self.located_of += [worker.number for worker in ranks]
         self.breaches += [
             f"the stacks of engine {worker.number} are read after its end" for worker in ranks if worker.killed
         ]

@@ -190,6 +190,8 @@ async def test_engine_that_makes_no_progress_is_suspect_then_restarted(answers: 
     assert (first, began) == (0, 0.0)
     assert STALL_S <= again <= 400 + STALL_S, second
     assert len(engines.former) == 1
+    assert 0 in engines.located_of, "where it hangs is written down before it is killed"
+    assert not engines.breaches
     watching.cancel()
     await asyncio.wait({watching})
     assert [row.get("kind") for row in rows(tmp_path / "faults")] == ["hung", None]

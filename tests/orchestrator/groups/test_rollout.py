@@ -18,7 +18,7 @@ from rlsys.orchestrator.engine_pool import (
 from rlsys.orchestrator.membership import Members, NoEngineLeft, Orphans, Router
 from rlsys.rollout.agent.episode import EngineActivity
 from rlsys.rollout.agent.tokens import EpisodeProgress
-from tests.orchestrator.groups.engines import NEVER, SAMPLES, Engines, ask, make, settle, taking
+from tests.orchestrator.groups.engines import CALL_TIMEOUT_S, NEVER, SAMPLES, Engines, Worker, ask, make, settle, taking
 from tests.support.trajectories import question, trajectory
 from tests.support.virtual_time import virtually
 
@@ -103,6 +103,23 @@ async def test_error_of_one_engine_ends_the_update_at_once() -> None:
     assert caught.value is refusal
     assert now() == 1, "the silent engine is not waited for"
     assert tuple(group.living) == (0, 1)
+
+
+@virtually
+async def test_engine_that_answers_but_does_not_load_a_bucket_is_left_out() -> None:
+    engines = Engines(2)
+
+    def load(worker: Worker, call: asyncio.Future[Any], method: str, args: tuple[Any, ...]) -> None:
+        if worker.number == 0:
+            engines._plain(worker, call, method, args)
+
+    engines._load_bucket = load  # type: ignore[attr-defined]
+    group, _ = make(engines)
+    await update(group, 1)
+    assert CALL_TIMEOUT_S <= now() < CALL_TIMEOUT_S + 10
+    assert tuple(group.living) == (0,)
+    assert [worker.killed for worker in engines.ranks] == [False, True]
+    assert ("finish_update", (1, "digest 1")) in engines.ranks[0].log
 
 
 @virtually
