@@ -422,7 +422,6 @@ class Session:
                 stack.push_async_callback(teacher.close)
             scorer = Scorer(groups.inference, groups.critic, config.algorithm.old_logprobs, teacher)
             pipeline = _pipeline(config, log, groups, prompts, scorer, self.rewards, kl, origin)
-            groups.engines.engines.subscribe(lambda _: pipeline.wake())
             weights = _weight_sync(config, log, groups, pipeline)
             stack.callback(weights.close)
             supervisor = self._supervisor(groups.engines, weights, done)
@@ -624,7 +623,8 @@ def _pipeline(
     kl: KlController,
     origin: Origin | None,
 ) -> RolloutPipeline:
-    return RolloutPipeline(
+    """Return the pipeline; it is woken whenever an engine comes, goes or has room again."""
+    pipeline = RolloutPipeline(
         make_scheduler(config),
         prompts,
         groups.engines,
@@ -637,6 +637,8 @@ def _pipeline(
         groups.devices,
         origin.state.pipeline if origin else None,
     )
+    groups.engines.engines.subscribe(lambda _: pipeline.wake())
+    return pipeline
 
 
 def _weight_sync(config: RunConfig, log: RunLogger, groups: Groups, pipeline: RolloutPipeline) -> WeightSync:

@@ -8,6 +8,7 @@ import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -253,3 +254,18 @@ async def test_a_server_that_does_not_come_up_is_restarted_until_the_limit(tmp_p
         assert len(server.restarts) == 2
         assert 10.0 + 2 * 60.0 <= now() <= 20.0 + 2 * 60.0
         assert run.faults()[-1]["event"] == "given_up"
+
+
+@virtually
+async def test_a_named_server_is_asked_with_growing_pauses(tmp_path: Path) -> None:
+    server, asked = Server(failures=[("died", 0.0, 100.0)]), list[float]()
+    require = server.require
+
+    async def noted(*words: Any, **settings: Any) -> None:
+        asked.append(now())
+        await require(*words, **settings)
+
+    server.require = noted  # type: ignore[method-assign]
+    outages = SearchOutages(server, Restarts(ClusterConfig()), FaultLog(tmp_path / FAULTS))  # type: ignore[arg-type]
+    await outages.check()
+    assert [later - before for before, later in pairwise(asked)] == [RETRIES_S + 1, 2, 4, 8, 16, 30, 30]

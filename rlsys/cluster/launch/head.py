@@ -15,12 +15,14 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import logging
 import os
 import secrets
 import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from asyncio.subprocess import Process
 from collections.abc import Mapping, Sequence
@@ -47,6 +49,8 @@ START_S = 120.0  # Timeout for starting an agent.
 GATHER_TIMEOUT_S = 10.0  # Timeout for reading a machine's logs.
 PREFLIGHT_S = 180.0  # Timeout for one machine's preflight.
 CALL_TIMEOUT_S = 60.0  # Timeout for short calls to an agent.
+WATCH_S = 1.0  # Pause between two health checks of a search server.
+_log = logging.getLogger(__name__)
 MAX_BYTES = 4 * 1024**2  # Maximum log bytes in one response.
 _OF_THE_HEAD = ("search", "task.")
 """Prefixes of findings about things that only the head or the search machines need."""
@@ -240,7 +244,7 @@ async def _searching(nodes: ClusterNodes, serving: Sequence[int]) -> list[str]:
             "threads": cluster.threads,
         }
         how |= {"topk": search.topk, "token": token, "kind": search.index_kind, "pages": search.pages}
-        arguments = (search.index, how, limit)
+        arguments = (search.index, how, limit, search.timeout_s)
         url: str = await nodes.call(position, "serve", *arguments, timeout_s=limit + CALL_TIMEOUT_S)
         return url
 
@@ -327,6 +331,7 @@ class NodeAgent:
         launched = os.environ.get(FOLDER_VARIABLE)
         self._folder = Path(tempfile.mkdtemp(prefix="rlsys-node-", dir=launched))
         self._server: SearchServer | None = None
+        self._over, self._restarting = threading.Event(), threading.Lock()
         rays = rays_own(Path(launched)) if launched else Path("/tmp/ray")
         self._logs = {"node": self._folder, "ray": rays / "session_latest" / "logs"}
 
@@ -353,8 +358,8 @@ class NodeAgent:
             if finding["state"] == "wrong" and not finding["what"].startswith(_OF_THE_HEAD)
         ]
 
-    def serve(self, index: str, settings: Mapping[str, Any], timeout_s: float) -> str:
-        """Start a search server, wait until it is healthy, and return its URL.
+    def serve(self, index: str, settings: Mapping[str, Any], timeout_s: float, answer_s: float) -> str:
+        """Start a search server, wait until it is healthy, and return its URL. It is restarted until `close`.
 
         Raises UserError if the port is taken, RunError if it dies or is not healthy within `timeout_s`.
         """
@@ -362,7 +367,29 @@ class NodeAgent:
         threads = settings["threads"] or len(os.sched_getaffinity(0))
         self._server = SearchServer(index, self._folder / "search.log", **{**settings, "threads": threads})
         self._server.wait_healthy(timeout_s)
+        threading.Thread(target=self._keep, args=(self._server, timeout_s, answer_s), daemon=True).start()
         return self._server.url
+
+    def _keep(self, server: SearchServer, start_s: float, answer_s: float) -> None:
+        """Restart `server` when it has died, or twice in a row has not answered within `answer_s`, until `close`."""
+        silent = 0
+        while not self._over.wait(WATCH_S):
+            try:
+                silent = 0 if server.is_healthy(answer_s) else silent + 1
+            except RunError:
+                silent = 2
+            if silent < 2:
+                continue
+            silent = 0
+            _log.warning("the search server at %s is started again", server.url)
+            try:
+                with self._restarting:
+                    if self._over.is_set():
+                        return
+                    server.restart()
+                server.wait_healthy(start_s)
+            except (RunError, UserError) as problem:
+                _log.warning("the search server did not start: %s", problem)
 
     def follow(self, logs: str) -> None:
         """Also read the worker logs in `logs`, unless the folder is shared with the head."""
@@ -391,8 +418,10 @@ class NodeAgent:
         """Tell this machine's launcher how the run ended; then stop the search server, which takes longer."""
         if folder := os.environ.get(FOLDER_VARIABLE):
             write_ending(Path(folder), status, sentence)
+        self._over.set()
         if self._server is not None:
-            self._server.close()
+            with self._restarting:
+                self._server.close()
         shutil.rmtree(self._folder, ignore_errors=True)
 
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import signal
 import socket
+import time
 from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager, closing
 from pathlib import Path
@@ -23,7 +25,9 @@ from rlsys.cluster.preflight.examine import as_data, ok, wrong
 from rlsys.cluster.runtime import Machine
 from rlsys.cluster.worker_group import RankSilent, WorkerGroup
 from rlsys.errors import RunError
+from tests.search.gated_server import GatedServer
 from tests.support.refusals import refused
+from tests.support.runs import LIMIT_S
 
 ROLE = Role(0, 3, "a", 6379, ("a", "b", "c"))
 
@@ -168,8 +172,28 @@ def test_a_search_server_uses_all_cores_although_ray_limits_its_parent(
 ) -> None:
     server = Mock()
     monkeypatch.setattr(head, "SearchServer", server)
-    NodeAgent().serve("index", {"threads": given, "port": 8000}, 1)
+    agent = NodeAgent()
+    agent.serve("index", {"threads": given, "port": 8000}, 1, 1)
+    agent.close(0, "")
     assert server.call_args.kwargs == {"threads": threads, "port": 8000}
+
+
+def test_a_search_server_that_dies_is_started_again_at_its_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(head, "SearchServer", lambda _index, log, **_: GatedServer(log))
+    agent = NodeAgent()
+    url = agent.serve("index", {"threads": 1}, LIMIT_S, 1.0)
+    server = agent._server
+    assert server is not None
+    first, deadline = server.pid, time.monotonic() + LIMIT_S
+    os.kill(first, signal.SIGKILL)
+    while server.pid == first:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    server.wait_healthy(LIMIT_S)
+    assert server.url == url
+    agent.close(0, "")
+    with pytest.raises(ProcessLookupError):
+        os.kill(server.pid, 0)
 
 
 def test_machine_reports_its_findings_except_search_and_questions(

@@ -20,8 +20,8 @@ from rlsys.observe.spans import Tracer
 from rlsys.orchestrator import weight_sync
 from rlsys.orchestrator.engine_pool import EnginePool
 from rlsys.orchestrator.membership import NoEngineLeft, NoneSetAside
-from rlsys.orchestrator.pipeline.rollout_pipeline import GroupLost
-from rlsys.orchestrator.run import Run
+from rlsys.orchestrator.pipeline.rollout_pipeline import GroupLost, RolloutPipeline
+from rlsys.orchestrator.run import Run, _pipeline
 from rlsys.orchestrator.supervisor import Heartbeats, Supervisor
 from rlsys.orchestrator.watchdog import stall_limit_s
 from rlsys.orchestrator.weight_sync import WeightSync
@@ -195,6 +195,18 @@ async def test_engine_that_makes_no_progress_is_suspect_then_restarted(answers: 
     watching.cancel()
     await asyncio.wait({watching})
     assert [row.get("kind") for row in rows(tmp_path / "faults")] == ["hung", None]
+
+
+@virtually
+async def test_an_engine_that_comes_or_goes_wakes_the_pipeline_of_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool, tracer = make(Engines(2))
+    woken: list[int] = []
+    monkeypatch.setattr(RolloutPipeline, "wake", lambda _: woken.append(len(pool.engines.members.living)))
+    log, groups = SimpleNamespace(tracers={"driver": tracer}), SimpleNamespace(engines=pool, devices=None)
+    parts: Any = (log, groups, None, None, SimpleNamespace(score=None), None, None)
+    _pipeline(RunConfig(), *parts)
+    pool.engines.lost(pool.engines.members.of_engine[1], RunError("it died"))
+    assert woken == [1]
 
 
 @pytest.mark.parametrize(("count", "polls"), [(50, 99), (448, 11)])
