@@ -203,7 +203,7 @@ async def test_an_engine_that_comes_or_goes_wakes_the_pipeline_of_a_run(monkeypa
     woken: list[int] = []
     monkeypatch.setattr(RolloutPipeline, "wake", lambda _: woken.append(len(pool.engines.members.living)))
     log, groups = SimpleNamespace(tracers={"driver": tracer}), SimpleNamespace(engines=pool, devices=None)
-    parts: Any = (log, groups, None, None, SimpleNamespace(score=None), None, None)
+    parts: Any = (log, groups, None, SimpleNamespace(groups=()), SimpleNamespace(score=None), None, None)
     _pipeline(RunConfig(), *parts)
     pool.engines.lost(pool.engines.members.of_engine[1], RunError("it died"))
     assert woken == [1]
