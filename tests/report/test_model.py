@@ -15,7 +15,20 @@ from hypothesis import strategies as st
 from rlsys.observe.kept import TrajectoryRecord, read_step_trajectories
 from rlsys.observe.run_folder import open_run
 from rlsys.report.report_page import compressed, inline_json
-from rlsys.report.run_model import ANSWERS, CHUNK, ModelCache, TrajectoryIndex, build, read_chunk, row_of, runs_of
+from rlsys.report.run_model import (
+    ANSWERS,
+    CHUNK,
+    QUIET_S,
+    SILENT_S,
+    ModelCache,
+    Phase,
+    TrajectoryIndex,
+    build,
+    liveness_of,
+    read_chunk,
+    row_of,
+    runs_of,
+)
 from tests.support.damage import LEVELS, holding
 from tests.support.made_run import Maker, Size, made_run
 
@@ -179,3 +192,24 @@ def test_steps_are_read_once_and_again_after_a_change(tmp_path: Path, monkeypatc
     memory.build(open_run(folder), audited=False)
     assert read == [2]
     assert same_as_new()
+
+
+@pytest.mark.parametrize(
+    ("status", "has_summary", "phase"),
+    [
+        (None, False, Phase.unknown),
+        (None, True, Phase.finished),
+        ({"ended": "finished"}, True, Phase.finished),
+        ({"ended": "failed: no room"}, False, Phase.failed),
+        ({"at": 1000.0, "pid": 1, "host": "here"}, False, Phase.running),
+        ({"at": 999.0 - QUIET_S, "pid": 2, "host": "here"}, False, Phase.running),
+        ({"at": 999.0 - QUIET_S, "pid": 1, "host": "here"}, False, Phase.gone),
+        ({"at": 1001.0 + QUIET_S, "pid": 1, "host": "here"}, False, Phase.gone),
+        ({"at": 1001.0 + SILENT_S, "pid": 2, "host": "here"}, False, Phase.running),
+        ({"at": 999.0 - SILENT_S, "pid": 1, "host": "there"}, False, Phase.silent),
+    ],
+    ids=["new", "old", "finished", "failed", "just written", "quiet", "killed", "clock set back", "ahead", "silent"],
+)
+def test_phase_of_a_run(status: dict[str, Any] | None, has_summary: bool, phase: Phase) -> None:
+    """At the time 1000, process 2 of this machine lives, and process 1 does not."""
+    assert liveness_of(status, has_summary, 1000.0, "here", lambda pid: pid == 2).phase is phase

@@ -115,3 +115,10 @@ async def test_an_invalid_body_gets_a_4xx_that_names_its_field(body: bytes, stat
         answer = await client.post("/retrieve", content=body, headers={"Content-Type": "application/json"})
     assert answer.status_code == status
     assert answer.json()["detail"].startswith(field)
+
+
+@pytest.mark.parametrize(("count", "status"), [(64, 200), (65, 422)])
+async def test_a_request_opens_64_pages_at_most(count: int, status: int) -> None:
+    async with in_process(Gated(), pages=Pages()) as client:
+        answer = await client.post("/access", json={"urls": ["https://a.example/"] * count})
+    assert answer.status_code == status

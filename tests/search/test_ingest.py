@@ -158,8 +158,9 @@ def test_a_document_whose_passages_would_fill_the_disk_is_refused(tmp_path: Path
         ),
         ("---\nname: &name My Guide\ntitle: *name\n---\nhello", ["My Guide"]),
         ("---\ntitle: null\nid: &id [*id]\n---\nhello\n# Guide\nmore", ["name", "Guide"]),
+        ("---\ntitle: 2024-13-45\n---\nhello", ["2024-13-45"]),
     ],
-    ids=["path", "front matter", "alias", "null"],
+    ids=["path", "front matter", "alias", "null", "no date"],
 )
 def test_headings_become_a_path_of_titles(source: str, expected: list[str]) -> None:
     assert [section.title for section in sections(source, "name")] == expected

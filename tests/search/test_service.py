@@ -2,7 +2,7 @@
 
 import asyncio
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
 
 import httpx
@@ -119,6 +119,16 @@ async def test_a_request_that_takes_too_long_gets_503_and_is_not_searched() -> N
         assert {(answer.status_code, answer.headers["retry-after"]) for answer in late} == {(503, "1")}
         gated.may_prepare.set()
     assert gated.seen == [["running"]]
+
+
+async def test_a_body_that_does_not_arrive_in_time_gets_408() -> None:
+    async def stalls() -> AsyncIterator[bytes]:
+        yield b"{"
+        await asyncio.Event().wait()
+
+    async with in_process(Gated(), ServerLimits(body_timeout_s=0.05)) as client:
+        late = await asyncio.wait_for(client.post("/retrieve", content=stalls()), 60)
+    assert late.status_code == 408
 
 
 async def test_a_retriever_fault_gives_503_and_the_next_request_works(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -126,3 +126,15 @@ async def test_searches_and_probes_send_the_token_and_refuse_compression() -> No
         ("/health", "Bearer a b&c", "identity"),
         ("/retrieve", None, "identity"),
     ]
+
+
+async def test_a_redirect_is_not_followed() -> None:
+    """A server could else have its client send requests to addresses that only the client can reach."""
+    inside = FixedApp(hits("secret"))
+    with serving(inside) as target:
+        moved = FixedApp(status=307, headers={"location": f"{target}/retrieve"})
+        with serving(moved) as url:
+            async with SearchClient(url, retries=0) as client:
+                assert (await client.search("Mali")).failure is not None
+    assert moved.asked
+    assert not inside.asked
