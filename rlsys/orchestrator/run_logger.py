@@ -375,7 +375,8 @@ class RunLogger:
             log.close()
         try:
             last = deque(self._written_rows(self._timeline_start), maxlen=TRACED_ROWS)
-            write_chrome_trace(self.run_dir / self._trace, list(self._spans(last)))
+            spans = list(self._spans(last))
+            write_chrome_trace(self.run_dir / self._trace, [*spans, *self._fault_spans(spans)])
             rows = read_metrics(self.run_dir / METRICS)
             if rows:
                 draw_curves(rows, [self._evaluations[step] for step in sorted(self._evaluations)], self.run_dir)
@@ -400,6 +401,15 @@ class RunLogger:
     def _spans(self, rows: Iterable[TimelineRow]) -> Iterator[Span]:
         """Yield the spans of the workers in `rows`, without those derived from episodes."""
         return (span for row in rows for span in row.spans if not is_of_episode(span))
+
+    def _fault_spans(self, spans: Sequence[Span]) -> Iterator[Span]:
+        """Yield the faults that ended after the first of `spans`, each from its beginning to its end."""
+        first_ns = min((span.start_ns for span in spans), default=0)
+        for fault in read_faults(self.run_dir / FAULTS):
+            end_ns = int(1e9 * (fault.ended_s or time.time()))
+            if end_ns > first_ns:
+                args: dict[str, Any] = {"step": fault.step, "detail": fault.detail, "end": fault.ending}
+                yield Span(f"{fault.part} {fault.kind}", int(1e9 * fault.began_s), end_ns, "faults", fault.part, args)
 
     def _write_timeline(self, step: int | None, window: Interval | None) -> None:
         """Write the spans that have ended since the last row."""

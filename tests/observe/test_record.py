@@ -191,9 +191,9 @@ def test_spans_are_kept_on_disk_and_traced_for_the_last_steps(tmp_path: Path, mo
     assert (summary["faults"]["count"], summary["faults"]["given_up"]) == (1, 1)
     run.record.close()
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
-    assert [(event["name"], event["ts"]) for event in events if event["ph"] == "X"] == [
-        ("train.apply", second * 1e6) for second in range(3)
-    ]
+    *worked, fault = (event for event in events if event["ph"] == "X")
+    assert [(event["name"], event["ts"]) for event in worked] == [("train.apply", second * 1e6) for second in range(3)]
+    assert fault["name"] == "engine 1 died"
 
 
 def test_resume_keeps_evaluations_up_to_its_step_and_removes_partial_files(tmp_path: Path) -> None:
