@@ -75,9 +75,9 @@ class StackWriter:
     async def dump(self) -> Stacks:
         """Write the stacks of all processes of the run, and return them."""
         async with self._writing:
-            now = time.monotonic()
-            if self._last is None or now - self._last[0] > REUSE_S:
-                self._last = now, await self._dump()
+            if self._last is None or time.monotonic() - self._last[0] > REUSE_S:
+                found = await self._dump()
+                self._last = time.monotonic(), found
             return self._last[1]
 
     def dump_here(self) -> Stacks:

@@ -625,8 +625,8 @@ class ClusterConfig:
     start_timeout_s: Seconds = 600.0
     """Time limit for Ray to provide the devices and for all workers of a group to be ready."""
     call_timeout_s: Seconds = 1800.0
-    """Time limit of one call to a worker. On expiry, an engine that does not answer a ping either is dead. After a
-    Megatron process the run goes back to its last checkpoint. In all other cases it ends and names the workers. With the
+    """Time limit of one call to a worker. On expiry, an engine is dead if it does not answer a ping either, and hangs if it
+    does. After a Megatron process the run goes back to its last checkpoint. In all other cases it ends and names the workers. With the
     async schedule, the limit must exceed `rollout.episode_timeout_s` if an update waits for episodes (`on_update=finish`;
     for each round, if an engine cannot run all episodes of a group at a time) or for their turns (an engine that cannot
     continue them)."""

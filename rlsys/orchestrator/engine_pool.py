@@ -11,8 +11,8 @@ Contract:
 - `run_group` returns the whole group or raises: `GroupLost` if only this group fails, another RunError if the run
   cannot continue. It makes at most two attempts. Each lasts at most the episode time-out (once per round of episodes)
   plus `MARGIN_S`, a ping, the stacks of an engine that does not answer it, and an abort.
-- An engine is dead once its process has died, a ping times out or the supervisor finds it hung. It is killed and
-  removed; pending calls to it fail at once. Each of its groups is retried once, on another engine or the next life of
+- An engine is dead once its process has died, a ping times out, it is late for a part of an update or the supervisor
+  finds it hung. It is killed and removed; pending calls to it fail at once. Each of its groups is retried once, on another engine or the next life of
   this one, from the progress passed to `run_group`. Requests wait while no engine lives but one is started again.
 - A request whose search no server has answered is run again once a server answers; so is one with an aborted episode, if
   the server did not answer meanwhile. If a search fails twice although the server answers others, it raises GroupLost.
@@ -545,13 +545,16 @@ class EngineCalls:
     async def try_call(self, one: Member, method: str, *args: Any, timeout_s: float | None = None) -> dict[int, Any]:
         """Return {engine: answer}, or {} if the engine died or is late, which is no error while other engines live.
 
-        A late engine counts as hung, also if it answers other calls: nothing else waits for it then.
+        A late engine counts as hung, also if it answers other calls. Raises RankSilent if it is late to give up its devices
+        or take them back, for which other groups wait.
         """
         try:
             return {one.engine: await self.call(one, method, *args, timeout_s=timeout_s)}
         except (RankDied, EngineDied) as death:
             self.lost(one, death)
         except RankSilent as silence:
+            if method in ("sleep", "wake"):
+                raise
             if timeout_s is not None:  # Else the call has written the stacks.
                 await self.workers.located([self.workers.ranks[one.engine]])
             self.lost(one, silence, FaultKind.hung)

@@ -396,7 +396,8 @@ class Session:
         self._fault: Fault | None = None
         """Fault from which the run has not recovered yet."""
         if killed_by := os.environ.get(KILLED_BY):
-            detail, at_s = f"It was killed by {killed_by}.", float(os.environ[KILLED_AT])
+            killed_at = os.environ.get(KILLED_AT)
+            detail, at_s = f"It was killed by {killed_by}.", float(killed_at) if killed_at else None
             self._fault = faults.begin("driver", FaultKind.died, detail, at_s)
         self._at_start: History | None = None
         """Extent of the records before the first step of a new run; None before the run is opened."""

@@ -403,13 +403,13 @@ class RunLogger:
         return (span for row in rows for span in row.spans if not is_of_episode(span))
 
     def _fault_spans(self, spans: Sequence[Span]) -> Iterator[Span]:
-        """Yield the faults that ended after the first of `spans`, each from its beginning to its end."""
+        """Yield the faults that ended after the first of `spans`; one without an end is a point."""
         first_ns = min((span.start_ns for span in spans), default=0)
         for fault in read_faults(self.run_dir / FAULTS):
-            end_ns = int(1e9 * (fault.ended_s or time.time()))
-            if end_ns > first_ns:
+            began_ns, end_ns = (int(1e9 * at_s) for at_s in (fault.began_s, fault.ended_s or fault.began_s))
+            if end_ns >= first_ns:
                 args: dict[str, Any] = {"step": fault.step, "detail": fault.detail, "end": fault.ending}
-                yield Span(f"{fault.part} {fault.kind}", int(1e9 * fault.began_s), end_ns, "faults", fault.part, args)
+                yield Span(f"{fault.part} {fault.kind}", max(began_ns, first_ns), end_ns, "faults", fault.part, args)
 
     def _write_timeline(self, step: int | None, window: Interval | None) -> None:
         """Write the spans that have ended since the last row."""

@@ -162,19 +162,25 @@ class Supervisor:
 
     async def poll(self) -> None:
         """Ask the engines for their activity; suspect those without progress, and remove those that hang."""
-        for one, activity in (await self._pool.activity()).items():
-            quiet_s = self._heartbeats.note(one.life, activity, self._clock())
+        activities = await self._pool.activity()
+        now = self._clock()
+        hung: dict[Member, float] = {}
+        for one, activity in activities.items():
+            quiet_s = self._heartbeats.note(one.life, activity, now)
             if quiet_s >= self._stall_timeout_s:
-                workers = self._engines.workers
-                where = await workers.located([workers.ranks[one.engine]])
-                why = f"engine {one.engine} has made no progress for {quiet_s:.0f} s{where and f' ({where})'}."
-                self._engines.lost(one, RankDied(why, one.engine), FaultKind.hung)
+                hung[one] = quiet_s
                 continue
             members, works = self._engines.members, activity is None or activity.busy
             # An idle engine gets work again, with which it shows whether it hangs.
             judged = members.suspect(one) if works and 2 * quiet_s >= self._stall_timeout_s else members.trust(one)
             if judged is not members:
                 self._engines.change(judged)
+        if hung:
+            workers = self._engines.workers
+            where = await workers.located([workers.ranks[one.engine] for one in hung])
+            for one, quiet_s in hung.items():
+                why = f"engine {one.engine} has made no progress for {quiet_s:.0f} s{where and f' ({where})'}."
+                self._engines.lost(one, RankDied(why, one.engine), FaultKind.hung)
 
     def _lost(self, one: Member, kind: FaultKind, why: str) -> bool:
         """Record the fault of a member; return True if its engine is started again."""

@@ -85,7 +85,7 @@ class _ForkedEngine(_Engine):
 @contextmanager
 def _forked(main: Callable[..., None]) -> Iterator[Callable[..., None]]:
     """Let multiprocessing fork in the body, and yield `main` with this process's environment."""
-    sglang_cpu.start_fork_server()  # If the first one has died, the log says why the second one does.
+    sglang_cpu.start_fork_server()  # Starts another one if the first one has died.
     multiprocessing.set_start_method("forkserver", force=True)
     try:
         yield partial(sglang_entry.in_environment, dict(os.environ), main)

@@ -95,6 +95,8 @@ class SearchServer(AbstractContextManager["SearchServer"]):
             command = [sys.executable, "-m", *self._words, *told]
             kept: dict[str, Any] = {"env": self._environment, "pass_fds": [sock.fileno()], "process_group": 0}
             self._process = subprocess.Popen(command, **streams, **kept)
+            self._reaped = False
+            """True once `restart` has killed the process: then its id may belong to another one."""
 
     @property
     def pid(self) -> int:
@@ -126,9 +128,11 @@ class SearchServer(AbstractContextManager["SearchServer"]):
 
         It may be starting up on return. Raises UserError if another process has taken the port.
         """
-        with suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
+        if not self._reaped:
+            with suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+            self._reaped = True
         self._launch(self._port)
 
     def close(self) -> None:

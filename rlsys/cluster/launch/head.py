@@ -15,7 +15,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
-import logging
 import os
 import secrets
 import shutil
@@ -27,6 +26,7 @@ import time
 from asyncio.subprocess import Process
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -40,6 +40,7 @@ from rlsys.cluster.runtime import SEES_ALL_GPUS, Machine, answer, joined, lost, 
 from rlsys.cluster.worker_group import GATHERED, Rank, RankDied, RankSilent, SyncHost, WorkerGroup
 from rlsys.errors import RunError, UserError
 from rlsys.files import named
+from rlsys.observe.faults import Restarts
 from rlsys.search.address import TOKEN_VARIABLE
 from rlsys.search.server_process import SearchServer, child_environment
 
@@ -50,7 +51,6 @@ GATHER_TIMEOUT_S = 10.0  # Timeout for reading a machine's logs.
 PREFLIGHT_S = 180.0  # Timeout for one machine's preflight.
 CALL_TIMEOUT_S = 60.0  # Timeout for short calls to an agent.
 WATCH_S = 1.0  # Pause between two health checks of a search server.
-_log = logging.getLogger(__name__)
 MAX_BYTES = 4 * 1024**2  # Maximum log bytes in one response.
 _OF_THE_HEAD = ("search", "task.")
 """Prefixes of findings about things that only the head or the search machines need."""
@@ -244,7 +244,7 @@ async def _searching(nodes: ClusterNodes, serving: Sequence[int]) -> list[str]:
             "threads": cluster.threads,
         }
         how |= {"topk": search.topk, "token": token, "kind": search.index_kind, "pages": search.pages}
-        arguments = (search.index, how, limit, search.timeout_s)
+        arguments = (search.index, how, limit, search.timeout_s, Restarts(cluster))
         url: str = await nodes.call(position, "serve", *arguments, timeout_s=limit + CALL_TIMEOUT_S)
         return url
 
@@ -358,8 +358,10 @@ class NodeAgent:
             if finding["state"] == "wrong" and not finding["what"].startswith(_OF_THE_HEAD)
         ]
 
-    def serve(self, index: str, settings: Mapping[str, Any], timeout_s: float, answer_s: float) -> str:
-        """Start a search server, wait until it is healthy, and return its URL. It is restarted until `close`.
+    def serve(
+        self, index: str, settings: Mapping[str, Any], timeout_s: float, answer_s: float, restarts: Restarts
+    ) -> str:
+        """Start a search server, wait until it is healthy, and return its URL. It is restarted within limits until `close`.
 
         Raises UserError if the port is taken, RunError if it dies or is not healthy within `timeout_s`.
         """
@@ -367,29 +369,25 @@ class NodeAgent:
         threads = settings["threads"] or len(os.sched_getaffinity(0))
         self._server = SearchServer(index, self._folder / "search.log", **{**settings, "threads": threads})
         self._server.wait_healthy(timeout_s)
-        threading.Thread(target=self._keep, args=(self._server, timeout_s, answer_s), daemon=True).start()
+        keeps = partial(self._keep, self._server, timeout_s, answer_s, restarts)
+        threading.Thread(target=keeps, daemon=True).start()
         return self._server.url
 
-    def _keep(self, server: SearchServer, start_s: float, answer_s: float) -> None:
+    def _keep(self, server: SearchServer, start_s: float, answer_s: float, restarts: Restarts) -> None:
         """Restart `server` when it has died, or twice in a row has not answered within `answer_s`, until `close`."""
         silent = 0
         while not self._over.wait(WATCH_S):
-            try:
+            with suppress(RunError, UserError, OSError):  # Its log says why it has died, or could not start.
                 silent = 0 if server.is_healthy(answer_s) else silent + 1
-            except RunError:
-                silent = 2
-            if silent < 2:
-                continue
+                if silent < 2:
+                    continue
             silent = 0
-            _log.warning("the search server at %s is started again", server.url)
-            try:
-                with self._restarting:
-                    if self._over.is_set():
-                        return
-                    server.restart()
+            with self._restarting, suppress(RunError, UserError, OSError):
+                if self._over.is_set() or not restarts.take():
+                    return
+                server.restart()
+            with suppress(RunError, UserError, OSError):
                 server.wait_healthy(start_s)
-            except (RunError, UserError) as problem:
-                _log.warning("the search server did not start: %s", problem)
 
     def follow(self, logs: str) -> None:
         """Also read the worker logs in `logs`, unless the folder is shared with the head."""

@@ -24,10 +24,14 @@ from rlsys.cluster.local_ray import rays_own
 from rlsys.cluster.preflight.examine import as_data, ok, wrong
 from rlsys.cluster.runtime import Machine
 from rlsys.cluster.worker_group import RankSilent, WorkerGroup
+from rlsys.config.schema import ClusterConfig
 from rlsys.errors import RunError
+from rlsys.observe.faults import Restarts
 from tests.search.gated_server import GatedServer
 from tests.support.refusals import refused
 from tests.support.runs import LIMIT_S
+
+RESTARTS = Restarts(ClusterConfig())
 
 ROLE = Role(0, 3, "a", 6379, ("a", "b", "c"))
 
@@ -173,7 +177,7 @@ def test_a_search_server_uses_all_cores_although_ray_limits_its_parent(
     server = Mock()
     monkeypatch.setattr(head, "SearchServer", server)
     agent = NodeAgent()
-    agent.serve("index", {"threads": given, "port": 8000}, 1, 1)
+    agent.serve("index", {"threads": given, "port": 8000}, 1, 1, RESTARTS)
     agent.close(0, "")
     assert server.call_args.kwargs == {"threads": threads, "port": 8000}
 
@@ -181,17 +185,19 @@ def test_a_search_server_uses_all_cores_although_ray_limits_its_parent(
 def test_a_search_server_that_dies_is_started_again_at_its_address(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(head, "SearchServer", lambda _index, log, **_: GatedServer(log))
     agent = NodeAgent()
-    url = agent.serve("index", {"threads": 1}, LIMIT_S, 1.0)
-    server = agent._server
-    assert server is not None
-    first, deadline = server.pid, time.monotonic() + LIMIT_S
-    os.kill(first, signal.SIGKILL)
-    while server.pid == first:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-    server.wait_healthy(LIMIT_S)
-    assert server.url == url
-    agent.close(0, "")
+    url = agent.serve("index", {"threads": 1}, LIMIT_S, LIMIT_S, RESTARTS)
+    try:
+        server = agent._server
+        assert server is not None
+        first, deadline = server.pid, time.monotonic() + 300
+        os.kill(first, signal.SIGKILL)
+        while server.pid == first:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        server.wait_healthy(LIMIT_S)
+        assert server.url == url
+    finally:
+        agent.close(0, "")
     with pytest.raises(ProcessLookupError):
         os.kill(server.pid, 0)
 
