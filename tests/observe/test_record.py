@@ -185,10 +185,11 @@ def test_spans_are_kept_on_disk_and_traced_for_the_last_steps(tmp_path: Path, mo
     for step in range(2, 42):
         run.step(step)
     assert spans_in_memory() - before < 10
+    run.record.faults.begin("engine 0", FaultKind.died, "before the first traced span", at_s=1.0)
     run.record.faults.end(run.record.faults.begin("engine 1", FaultKind.died, ""), Outcome.given_up, "")
     summary = run.record.summary(0)
     assert summary["seconds"] == {"step": 41.0, "train": 41.0}
-    assert (summary["faults"]["count"], summary["faults"]["given_up"]) == (1, 1)
+    assert (summary["faults"]["count"], summary["faults"]["given_up"]) == (2, 1)
     run.record.close()
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     *worked, fault = (event for event in events if event["ph"] == "X")

@@ -161,6 +161,8 @@ async def test_engine_that_does_not_settle_is_started_again(tmp_path: Path) -> N
     pool, supervisor = supervised(engines, Copy(), 1, tmp_path / "faults")
     await pool.settle()
     assert now() < CALL_TIMEOUT_S
+    assert engines.located_of == [0], "where it hangs is written down"
+    assert not engines.breaches
     assert not pool.living
     watching = asyncio.ensure_future(supervisor.run(1.0))
     await asyncio.sleep(10)
