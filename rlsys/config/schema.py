@@ -619,6 +619,9 @@ class ClusterConfig:
     group."""
     address: str | None = None
     """Address of a running Ray cluster; null starts a local one for the run and stops it afterwards."""
+    max_engines: Annotated[Count, Unit("engines")] | None = None
+    """Number of engines up to which more join by themselves while the Ray cluster has free devices, such as those of a
+    machine that joins it; null adds none. On request at most as many join too."""
     threads: Annotated[Count, Unit("threads")] | None = None
     """CPU threads of each worker process, and of a search server that the run starts. null: 8 for a worker on a GPU, 1 for
     a worker on a CPU, all cores for a search server."""

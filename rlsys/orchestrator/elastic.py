@@ -6,6 +6,7 @@
              (`WeightSync.catch_up`), verifies them and is admitted.
 
 An engine whose machine has left the cluster is removed at once, and joins again when it has devices on a machine that lives.
+With `cluster.max_engines`, more engines join by themselves while the cluster has free devices.
 
 The driver decides about one request at a time, within one turn of its event loop; waits of several requests overlap. The
 last engine that serves never leaves: if it becomes the last one meanwhile, it stays.
@@ -28,7 +29,7 @@ from rlsys.cluster.worker_group import RankDied
 from rlsys.config.schema import Mode, RunConfig, SyncMode
 from rlsys.errors import RunError, UserError
 from rlsys.observe import status
-from rlsys.observe.faults import Change, FaultKind, FaultLog
+from rlsys.observe.faults import Change, FaultKind, FaultLog, Outcome
 from rlsys.observe.requests import Inbox, Request
 from rlsys.orchestrator.engine_pool import EnginePool
 from rlsys.orchestrator.membership import Member, Standing
@@ -205,14 +206,21 @@ class Elastic:
                     break
             one = self._supervisor.invite(number)
         say(f"engine {number} starts, and gets the weights")
+        return f"engine {number} joined {await self._joined(one, began)}."
+
+    async def _joined(self, one: Member, began: float) -> str:
+        """Wait until an invited engine serves, record it, and return with what it serves and after how long.
+
+        Raises RunError or UserError, and gives back its devices, if it cannot start.
+        """
         try:
             version = await self._supervisor.joined(one)
         except (RunError, UserError):
-            await self._release(number)
+            await self._release(one.engine)
             raise
         detail = f"with weight version {version} in {self._clock() - began:.0f} s"
-        self._faults.note(f"engine {number}", Change.joined, detail)
-        return f"engine {number} joined {detail}."
+        self._faults.note(f"engine {one.engine}", Change.joined, detail)
+        return detail
 
     def _joiner(self, engine: int | None) -> int:
         """Return the number of the engine that joins. Raises UserError if it cannot."""
@@ -223,9 +231,14 @@ class Elastic:
                 code="unsupported",
                 key="cluster.mode",
             )
-        members = self._engines.members.of_engine
-        new = max([len(self._pool.workers.ranks), *(number + 1 for number in members)])
+        members, new, most = self._engines.members.of_engine, self._new, self._config.cluster.max_engines
         free = [number for number in range(new + 1) if number not in members]
+        if most is not None and (free[0] if engine is None else engine) >= most:
+            raise UserError(
+                f"no more engines can join, because cluster.max_engines={most}: let one leave first.",
+                code="out_of_range",
+                key="cluster.max_engines",
+            )
         if engine is None:
             return free[0]
         if engine in members:
@@ -235,6 +248,17 @@ class Elastic:
                 f"engine {engine} cannot join: the next new engine is {new}.", code="out_of_range", key="ENGINE"
             )
         return engine
+
+    @property
+    def _new(self) -> int:
+        """Lowest number that no engine has had."""
+        return max([len(self._pool.workers.ranks), *(number + 1 for number in self._engines.members.of_engine)])
+
+    @property
+    def _grows_by(self) -> tuple[int, ...]:
+        """Engine that joins by itself as soon as it has devices: none that has left, was given up or could not start."""
+        most = self._config.cluster.max_engines
+        return (self._new,) if most is not None and self._new < most else ()
 
     async def _find_devices(self, number: int) -> None:
         """Reserve devices for an engine. Raises UserError if none are free."""
@@ -283,11 +307,11 @@ class Elastic:
             return await answer(question)
 
     async def _watch_machines(self, tasks: asyncio.TaskGroup) -> None:
-        """Remove engines whose machine has left the cluster, and start them again once they have another one."""
+        """Remove engines whose machine has left the cluster, and start them again once they have another one; let more join."""
         while True:
             await asyncio.sleep(MACHINES_POLL_S)
             async with self._asking:  # Devices of an engine that leaves meanwhile are released afterwards.
-                wanted = [*self._engines.members.of_engine, *self._supervisor.displaced]
+                wanted = [*self._engines.members.of_engine, *self._supervisor.displaced, *self._grows_by]
                 found = await answer(partial(self._seats.find_all, wanted))
             for engine, placed in found.items():
                 one = self._engines.members.of_engine.get(engine)
@@ -296,6 +320,16 @@ class Elastic:
                     self._engines.lost(one, gone, FaultKind.displaced)
                 if one is None and placed and engine in self._supervisor.displaced:
                     tasks.create_task(self._return(self._supervisor.invite(engine)))
+                elif one is None and placed and engine in self._grows_by:
+                    tasks.create_task(self._grow(self._supervisor.invite(engine)))
+
+    async def _grow(self, one: Member) -> None:
+        """Wait for an additional engine that is started; if it cannot start, the run goes on without it."""
+        try:
+            await self._joined(one, self._clock())
+        except (RunError, UserError) as problem:
+            fault = self._faults.begin(f"engine {one.engine}", FaultKind.died, str(problem).partition("\n")[0])
+            self._faults.end(fault, Outcome.given_up, "it was starting in addition to the others")
 
     async def _return(self, one: Member) -> None:
         """Wait for a displaced engine that is started again; a failure of its start uses up a restart, if one is left."""

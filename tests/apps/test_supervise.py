@@ -80,10 +80,10 @@ def lives(folder: Path) -> list[tuple[int, int, str]]:
         (["resume=auto"], "", False),
         (["resume=none"], None, False),
         (["resume=auto", "cluster.restarts=0"], None, False),
-        (["resume=auto", "cluster.address=10.0.0.1:6379"], None, False),
+        (["resume=auto", "cluster.address=10.0.0.1:6379"], None, True),
     ],
 )
-def test_driver_is_started_again_only_if_it_resumes_on_this_machine(
+def test_driver_is_started_again_only_if_it_resumes(
     settings: list[str], killed_by: str | None, outlives: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv(KILLED_BY, raising=False)

@@ -167,8 +167,10 @@ def test_addresses_are_required_of_a_run_without_the_launcher(tiny_run: TinyRun)
     missing = [one.key for one in launch_problems(tiny_run(*TWO_MACHINES, *served))]
     assert missing == ["cluster.address", "cluster.search.nodes"]
     assert list(launch_problems(tiny_run())) == []
+    more = "cluster.max_engines=2"
+    assert [one.key for one in launch_problems(tiny_run(more))] == ["cluster.max_engines"]
     given = ["cluster.address=a:6379", "search.url=http://a:1"]
-    assert list(launch_problems(tiny_run(*TWO_MACHINES, *served, *given))) == []
+    assert list(launch_problems(tiny_run(*TWO_MACHINES, *served, *given, more))) == []
     played = ["search.cassette.path=calls.jsonl", "search.cassette.mode=replay"]
     assert list(launch_problems(tiny_run(*served, *played))) == [], "replaying a cassette needs no server"
 

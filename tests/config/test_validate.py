@@ -139,6 +139,8 @@ THREE_ENGINES = "cluster.placement={actor: 0, inference: 1, rollout: 2-4}"
         ("actor.parallel.sequence_parallel", ["actor.parallel.sequence_parallel=true"]),
         ("task.max_total_tokens", ["task.max_total_tokens=4096"]),
         ("eval.engines", ["eval.engines=1"]),
+        ("cluster.max_engines", [THREE_ENGINES, "cluster.max_engines=2"]),
+        ("cluster.max_engines", ["cluster.mode=colocated", "cluster.max_engines=2"]),
         ("cluster.placement.rollout", [THREE_ENGINES, "rollout.engine.tp=2"]),
         ("rollout.engine.tp", [THREE_ENGINES, "rollout.engine.tp=3"]),
         ("cluster.placement.judge", ["cluster.placement.judge=3"]),

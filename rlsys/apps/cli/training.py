@@ -86,9 +86,11 @@ def _print_plan(config: RunConfig, as_json: bool) -> None:
 
 
 def _outlives_its_driver(config: RunConfig) -> bool:
-    """Return True if this process starts the driver, again if it is killed. On a cluster it could not end what is left."""
-    alone = config.cluster.address is None and KILLED_BY not in os.environ
-    return alone and config.resume == "auto" and config.cluster.restarts > 0
+    """Return True if this process starts the driver, again if it is killed.
+
+    On a cluster, Ray ends the workers of a killed driver, and gives their devices to the next one when they have ended.
+    """
+    return KILLED_BY not in os.environ and config.resume == "auto" and config.cluster.restarts > 0
 
 
 def _train(config: RunConfig, folder_to: Path | None) -> None:

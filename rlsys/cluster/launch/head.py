@@ -52,6 +52,7 @@ PREFLIGHT_S = 180.0  # Timeout for one machine's preflight.
 CALL_TIMEOUT_S = 60.0  # Timeout for short calls to an agent.
 WATCH_S = 1.0  # Pause between two health checks of a search server.
 MAX_BYTES = 4 * 1024**2  # Maximum log bytes in one response.
+_WORKERS = "workers"  # Folder of the logs of a machine's workers.
 _OF_THE_HEAD = ("search", "task.")
 """Prefixes of findings about things that only the head or the search machines need."""
 
@@ -293,19 +294,19 @@ async def _train(nodes: ClusterNodes, settings: Sequence[str]) -> int:
 async def _watch(nodes: ClusterNodes, train: Process, folder: Path) -> None:
     """Gather logs until the run ends, into the run's folder as soon as the folder is known; report lost machines.
 
-    The run goes on without a machine that had only engines; else it ends by itself. Raises RunError if Ray on this machine
-    exits.
+    The run goes on without a machine that had only engines; else it ends by itself. It has a new folder if its driver was
+    killed before a checkpoint, and started again. Raises RunError if Ray on this machine exits.
     """
     ended = asyncio.ensure_future(train.wait())
-    known, reported = False, set[int]()
+    known, reported = "", set[int]()
     try:
         while not ended.done():
             for position in set(await nodes.gone()) - reported:
                 reported.add(position)
                 nodes.notify(f"{nodes.machines[position].name} is lost: the run goes on if it had only engines there")
-            if not known and folder.is_file():
-                known = True
-                logs = Path(folder.read_text()) / "logs"
+            if folder.is_file() and (found := folder.read_text()) != known:
+                known = found
+                logs = Path(known) / "logs"
                 nodes.logs.move_to(logs / GATHERED)
                 for position in range(len(nodes.machines)):
                     with suppress(RankDied, RankSilent):  # A lost machine has no logs to follow.
@@ -392,7 +393,7 @@ class NodeAgent:
     def follow(self, logs: str) -> None:
         """Also read the worker logs in `logs`, unless the folder is shared with the head."""
         if not (Path(logs) / GATHERED).is_dir():
-            self._logs["workers"] = Path(logs)
+            self._logs[_WORKERS] = Path(logs)
 
     def read(self, since: Mapping[str, int], most_bytes: int = MAX_BYTES) -> list[LogChunk]:
         """Read log content past the byte offsets `since`, at most `most_bytes` per call; empty when all is read."""
@@ -434,7 +435,7 @@ class GatheredLogs:
     def move_to(self, parent: Path) -> None:
         """Move all copies to a new folder in `parent`, named by the current time, and continue there.
 
-        A resumed run has one such folder for each launch.
+        A resumed run has one such folder for each launch. Logs of workers stay, because they are of the run before.
         """
         now = time.strftime("%Y-%m-%d_%H-%M-%S")
         names = (now if number == 1 else f"{now}_{number}" for number in itertools.count(1))
@@ -442,8 +443,13 @@ class GatheredLogs:
             with suppress(FileExistsError):
                 folder.mkdir(parents=True)
                 break
-        for part in self._folder.glob("*"):
-            shutil.move(part, folder / part.name)
+        for part in self._folder.glob("*/*"):
+            if part.name != _WORKERS:
+                (folder / part.parent.name).mkdir(exist_ok=True)
+                shutil.move(part, folder / part.parent.name / part.name)
+        for read in self._read:
+            for name in [name for name in read if name.startswith(f"{_WORKERS}/")]:
+                del read[name]
         self._folder = folder
 
     async def gather(self, timeout_s: float) -> list[int]:

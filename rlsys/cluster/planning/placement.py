@@ -147,6 +147,13 @@ def launch_problems(config: RunConfig) -> Iterator[UserError]:
             code="conflict",
             key="cluster.address",
         )
+    if cluster.max_engines is not None and cluster.address is None:
+        yield UserError(
+            f"cluster.max_engines={cluster.max_engines} but cluster.address is null: more engines join by themselves only "
+            "in a Ray cluster; start the run with `rlsys launch`, set cluster.address, or set cluster.max_engines=null.",
+            code="conflict",
+            key="cluster.max_engines",
+        )
     if cluster.search.nodes and config.search.url is None and needs_server(config.search):
         yield conflict(
             f"cluster.search.nodes={cluster.search.nodes} but search.url is null: only `rlsys launch` starts servers "
@@ -355,19 +362,10 @@ def context_problems(config: RunConfig, group: str, model: Architecture) -> Iter
 
 def engine_problems(config: RunConfig, world: int, model: Architecture) -> Iterator[UserError]:
     """Yield problems of engines of this model on `world` ranks."""
-    tp, aside = config.rollout.engine.tp, config.eval.engines
+    tp = config.rollout.engine.tp
     if tp < 1:
         return
-    if aside is not None and config.cluster.mode is Mode.colocated:
-        yield conflict(
-            f"eval.engines={aside} reserves engines for evaluation during training, but with cluster.mode=colocated "
-            "the engines sleep during training: set eval.engines to null."
-        )
-    elif aside is not None and aside >= world // tp:
-        yield conflict(
-            f"eval.engines={aside} leaves none of the {world // tp} engines for rollouts: lower it, add engines, or set it "
-            "to null to evaluate between steps."
-        )
+    yield from _engine_number_problems(config, world // tp)
     if world % tp:
         yield conflict(
             f"cluster.placement.rollout has {world} ranks, which is not a multiple of rollout.engine.tp={tp}: change one "
@@ -419,6 +417,31 @@ class BundlePlan:
     machines: tuple[int, ...] | None
     """Machine index of each bundle, one bundle per machine; None if a bundle may be on any machine."""
     slots: Mapping[str, tuple[DeviceSlot, ...]]
+
+
+def _engine_number_problems(config: RunConfig, engines: int) -> Iterator[UserError]:
+    """Yield problems of the numbers of engines for evaluation and in all, in a run that starts with `engines`."""
+    aside, most = config.eval.engines, config.cluster.max_engines
+    if aside is not None and config.cluster.mode is Mode.colocated:
+        yield conflict(
+            f"eval.engines={aside} reserves engines for evaluation during training, but with cluster.mode=colocated "
+            "the engines sleep during training: set eval.engines to null."
+        )
+    elif aside is not None and aside >= engines:
+        yield conflict(
+            f"eval.engines={aside} leaves none of the {engines} engines for rollouts: lower it, add engines, or set it "
+            "to null to evaluate between steps."
+        )
+    if most is not None and config.cluster.mode is Mode.colocated:
+        yield conflict(
+            f"cluster.max_engines={most} lets more engines join, but with cluster.mode=colocated each device belongs to all "
+            "groups: set cluster.max_engines to null."
+        )
+    elif most is not None and most < engines:
+        yield conflict(
+            f"cluster.max_engines={most} is below the {engines} engines of cluster.placement.rollout: raise it, or set "
+            "it to null."
+        )
 
 
 def plan_bundles(holdings: Mapping[str, Sequence[Ranks]], per_machine: int | None = None) -> BundlePlan:

@@ -94,7 +94,7 @@ async def test_logs_are_copied_once_as_they_grow_move_and_restart(ray_logs: Path
     assert (there / "raylet.out").read_bytes() == b"one\ntwo\n"
     assert (there / "events" / "e.log").read_bytes() == b"\xff\x00"
     assert not (there / "empty.err").exists()
-    assert not list((tmp_path / "first").glob("*"))
+    assert not list((tmp_path / "first").glob("*/*"))
     (ray_logs / "raylet.out").write_bytes(b"new\n")
     await gathering.gather(1)
     assert (there / "raylet.out").read_bytes() == b"one\ntwo\nnew\n"
@@ -103,6 +103,23 @@ async def test_logs_are_copied_once_as_they_grow_move_and_restart(ray_logs: Path
     await resumed.gather(1)
     resumed.move_to(tmp_path / "run" / "logs" / "nodes")
     assert len(list((tmp_path / "run" / "logs" / "nodes").glob("*/3/ray/raylet.out"))) == 2
+
+
+async def test_logs_of_a_second_run_do_not_continue_those_of_the_first(ray_logs: Path, tmp_path: Path) -> None:
+    """If a driver is killed before a checkpoint, the next one begins another run."""
+    agent = NodeAgent()
+    gathering = GatheredLogs(called(agent), [0], tmp_path / "temporary")
+    (ray_logs / "raylet.out").write_text("ray")
+    for run, said in (("one", "from the first"), ("two", "2nd")):
+        own, gathered = tmp_path / "worker" / run, tmp_path / run / "logs"
+        own.mkdir(parents=True)
+        gathering.move_to(gathered)
+        agent.follow(str(own))
+        (own / "actor-0.log").write_text(said)
+        await gathering.gather(1)
+        assert [file.read_text() for file in gathered.glob("*/0/workers/actor-0.log")] == [said]
+    assert len(list(tmp_path.glob("one/logs/*/0/workers/actor-0.log"))) == 1
+    assert [file.read_text() for file in tmp_path.glob("*/logs/*/0/ray/raylet.out")] == ["ray"]
 
 
 class Child:

@@ -13,6 +13,7 @@ import psutil
 import pytest
 
 from tests.cluster.launch.hosts import Host, Launched, two_hosts, wait_until
+from tests.support.processes import words_of
 from tests.support.runs import LIMIT_S, PLAIN_ENGINE
 
 pytestmark = pytest.mark.slow
@@ -78,23 +79,39 @@ def test_machine_without_the_token_can_neither_join_nor_look(hosts: list[Host], 
     assert head.leaves_nothing()
 
 
-def test_a_run_goes_on_without_a_machine_that_had_only_engines(hosts: list[Host], tmp_path: Path) -> None:
+def test_a_run_outlives_its_driver_and_a_machine_that_had_only_engines(hosts: list[Host], tmp_path: Path) -> None:
     placement = "cluster.placement={actor: '0', inference: '1', rollout: '2-3'}"
-    settings = ["--no-preflight", SGLANG, "trainer.steps=6", "cluster.devices_per_node=3", placement]
+    saves = ["resume=auto", "checkpoint.interval=1"]
+    settings = ["--no-preflight", SGLANG, "trainer.steps=8", "cluster.devices_per_node=3", placement, *saves]
     head, worker = (Launched(hosts, rank, tmp_path, *settings) for rank in (0, 1))
 
     def steps() -> int:
         return sum(file.read_bytes().count(b"\n") for file in tmp_path.glob("outputs/*/metrics.jsonl"))
 
-    wait_until(lambda: steps() >= 1, head, worker)
+    def began() -> list[str]:
+        rows = [json.loads(line) for file in tmp_path.glob("outputs/*/faults.jsonl") for line in file.open()]
+        return [row["part"] for row in rows if row["event"] == "began"]
+
+    wait_until(lambda: list(tmp_path.glob("outputs/*/checkpoints/global_step_*")), head, worker)
+    driver_of(hosts[0]).kill()
+    wait_until(began, head, worker)
+    resumed_at = steps()
+    wait_until(lambda: steps() > resumed_at, head, worker)
     worker.signal(signal.SIGINT)
     assert worker.wait() == 130, worker.said()
     assert head.wait() == 0, head.said()
     assert re.search(LOST, head.said()), head.said()
-    assert steps() == 6
-    (faults,) = tmp_path.glob("outputs/*/faults.jsonl")
-    began = [row for row in map(json.loads, faults.read_text().splitlines()) if row["event"] == "began"]
-    assert [row["part"] for row in began] == ["engine 1"]
+    assert steps() == 8
+    assert began() == ["driver", "engine 1"]
+    assert len(list(tmp_path.glob("outputs/*"))) == 1
+    assert head.leaves_nothing()
+
+
+def driver_of(host: Host) -> psutil.Process:
+    """Return the driver of the run on `host`: a child of the process that starts it again."""
+    trains = {one.pid: one for one in host.processes() if {"rlsys.apps.cli.main", "train"} <= {*words_of(one)}}
+    (driver,) = (one for one in trains.values() if one.ppid() in trains)
+    return driver
 
 
 def kill_gcs(host: Host) -> None:

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections import Counter
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -16,99 +13,15 @@ import pytest
 from rlsys.apps.planner.virtual_time import now
 from rlsys.config.schema import Mode
 from rlsys.errors import RunError
-from rlsys.observe.faults import FaultKind, FaultLog, Restarts
-from rlsys.observe.requests import REQUESTS, Inbox, Request
-from rlsys.orchestrator import elastic
-from rlsys.orchestrator.elastic import DEVICES_TIMEOUT_S, MACHINES_POLL_S, Elastic
-from rlsys.orchestrator.supervisor import Supervisor
-from tests.orchestrator.groups.engines import Engines, make, settle, taking
-from tests.orchestrator.groups.test_restarts import Copy, config_of, rows
+from rlsys.observe.faults import FaultKind
+from rlsys.observe.requests import REQUESTS, Request
+from rlsys.orchestrator.elastic import DEVICES_TIMEOUT_S, Elastic
+from tests.orchestrator.groups.elasticity import Elasticity
+from tests.orchestrator.groups.engines import Engines, settle, taking
+from tests.orchestrator.groups.test_restarts import rows
 from tests.support.refusals import refused
 from tests.support.trajectories import question
 from tests.support.virtual_time import virtually
-
-
-class Devices:
-    """Stand-in for `Seats`: engines up to `planned` have their own devices, and `free` further engines may join."""
-
-    def __init__(self, planned: int, free: int) -> None:
-        self.planned, self.free = planned, free
-        self.lost: set[int] = set()
-        """Engines whose machine is gone."""
-        self.taken: set[int] = set()
-        self.asked: list[list[int]] = []
-        """Engines of each call of `find_all`."""
-
-    unreserved = False
-
-    def find(self, engine: int) -> bool:
-        if engine in self.lost:
-            return False
-        if engine >= self.planned and engine not in self.taken:
-            if len(self.taken) >= self.free:
-                return False
-            self.taken.add(engine)
-        return True
-
-    def find_all(self, engines: list[int]) -> dict[int, bool]:
-        self.asked.append(engines)
-        return {engine: self.find(engine) for engine in engines}
-
-    def release(self, engine: int) -> None:
-        self.taken.discard(engine)
-
-
-async def ask_at_once(question: Callable[[], Any]) -> Any:
-    """Stand-in for `runtime.answer`, which asks Ray in a thread."""
-    return question()
-
-
-@pytest.fixture(autouse=True)
-def _no_ray(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(elastic, "answer", ask_at_once)
-
-
-class Sync(Copy):
-    """A weight sync that has pushed version 5, and sends nothing meanwhile."""
-
-    @asynccontextmanager
-    async def between_transfers(self) -> AsyncIterator[None]:
-        yield
-
-
-class Elasticity:
-    """A pool whose engines may join and leave."""
-
-    def __init__(self, engines: Engines, tmp_path: Path, restarts: int = 0, free: int = 1) -> None:
-        self.config = config_of(restarts)
-        self.log = tmp_path / "faults"
-        self.engines, self.faults = engines, FaultLog(self.log)
-        self.pool, _ = make(engines)
-        self.devices = Devices(len(engines.ranks), free)
-        sync: Any = Sync()
-        self.supervisor = Supervisor(
-            self.pool, sync, engines.restart, self.faults, self.config, Restarts(self.config.cluster, now), {}, now
-        )
-        parts: Any = (self.devices, Inbox(tmp_path), self.faults, self.config)
-        self.elastic = Elastic(self.pool, self.supervisor, *parts, clock=now)
-
-    @asynccontextmanager
-    async def watched(self) -> AsyncIterator[None]:
-        tasks = [asyncio.ensure_future(one) for one in (self.supervisor.run(1.0), self.elastic.run())]
-        await settle()
-        try:
-            yield
-        finally:
-            for one in tasks:
-                one.cancel()
-            await asyncio.wait(tasks)
-
-    @property
-    def standings(self) -> dict[int, str]:
-        return {engine: str(one.standing) for engine, one in self.pool.engines.members.of_engine.items()}
-
-    def ask(self, number: int) -> asyncio.Future[Any]:
-        return asyncio.ensure_future(self.pool.run_group(question(number), number))
 
 
 @virtually
@@ -306,65 +219,6 @@ async def test_an_engine_that_evaluates_leaves_after_its_evaluation(tmp_path: Pa
         await leaving
         assert run.standings == {1 - aside: "serving"}
         assert now() < 3 * 30 + 2
-
-
-@virtually
-async def test_engines_of_a_lost_machine_leave_and_return_on_another_one(tmp_path: Path) -> None:
-    engines = Engines(3, taking(run_group=20, start=7))
-    run = Elasticity(engines, tmp_path, restarts=1, free=9)
-    run.config.cluster.address = "10.0.0.1:6379"
-    async with run.watched():
-        asked = [run.ask(number) for number in range(3)]
-        await settle()
-        engines.die(1)  # Noticed before the loss of its machine: its start hangs, and no restart is used up.
-        engines._seconds = taking(run_group=20, start=1e6)
-        run.devices.lost = {1, 2}
-        await asyncio.gather(*asked)
-        await asyncio.sleep(30)
-        assert run.standings == {0: "serving"}
-        assert [row["state"] for row in run.elastic.listed()] == [
-            "serving",
-            "waits for a machine",
-            "waits for a machine",
-        ]
-        engines._seconds = taking(run_group=20, start=12)
-        for lost, after in (({2}, {0: "serving", 1: "starting"}), ({1, 2}, {0: "serving"})):
-            run.devices.lost = lost  # Its other machine leaves too, before it has started there.
-            await asyncio.sleep(MACHINES_POLL_S + 1)
-            assert run.standings == after
-        run.devices.lost = {2}
-        await asyncio.sleep(20)
-        assert run.standings == {0: "serving", 1: "serving"}
-        assert await run.elastic.leave(2, None)
-        run.devices.lost = set()
-        engines.die(0)
-        await run.ask(3)
-        await asyncio.sleep(30)
-        assert run.standings == {0: "serving", 1: "serving"}, "the restart was not used up before"
-    kinds = {row["part"]: row["kind"] for row in rows(run.log)[:2]}
-    assert kinds == {"engine 1": "died", "engine 2": "displaced"}
-    ends = Counter(row["event"] for row in rows(run.log))
-    assert ends == {"began": 3, "recovered": 2, "given_up": 1}
-
-
-@pytest.mark.parametrize(("asked", "serving"), [(None, [0, 1, 2, 3]), (2, [0, 1, 2])])
-@virtually
-async def test_an_engine_that_joins_does_not_take_the_number_of_one_that_returns(
-    asked: int | None, serving: list[int], tmp_path: Path
-) -> None:
-    run = Elasticity(Engines(3, taking(start=7)), tmp_path, free=9)
-    run.config.cluster.address = "10.0.0.1:6379"
-    async with run.watched():
-        run.devices.lost = {2}
-        await asyncio.sleep(1.5 * MACHINES_POLL_S)
-        joining = asyncio.ensure_future(run.elastic.join(asked))
-        await asyncio.sleep(0.5 * MACHINES_POLL_S - 0.1)  # The machines are looked at before the join looks again.
-        run.devices.lost = set()
-        with nullcontext() if asked is None else refused("exists", "ENGINE"):
-            await joining
-        await asyncio.sleep(10)
-        assert run.standings == dict.fromkeys(serving, "serving")
-    assert run.devices.asked[:2] == [[0, 1, 2]] * 2, "one question for all, also for one without a machine"
 
 
 @virtually

@@ -14,7 +14,7 @@ from rlsys.errors import RunError, UserError
 from rlsys.orchestrator import elastic, weight_sync
 from rlsys.orchestrator.elastic import Elastic
 from rlsys.orchestrator.membership import NoEngineLeft, Standing
-from tests.orchestrator.groups.test_elastic import Devices, ask_at_once
+from tests.orchestrator.groups.elasticity import Devices, ask_at_once
 from tests.orchestrator.groups.test_restarts import World, config_of, rows
 
 

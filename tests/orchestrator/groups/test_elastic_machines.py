@@ -1,0 +1,111 @@
+"""Tests of engines that come and go with the machines of a cluster, in virtual time."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from contextlib import nullcontext
+from pathlib import Path
+
+import pytest
+
+from rlsys.errors import RunError
+from rlsys.orchestrator.elastic import MACHINES_POLL_S
+from tests.orchestrator.groups.elasticity import Elasticity
+from tests.orchestrator.groups.engines import Engines, settle, taking
+from tests.orchestrator.groups.test_restarts import rows
+from tests.support.refusals import refused
+from tests.support.virtual_time import virtually
+
+
+@virtually
+async def test_engines_of_a_lost_machine_leave_and_return_on_another_one(tmp_path: Path) -> None:
+    engines = Engines(3, taking(run_group=20, start=7))
+    run = Elasticity(engines, tmp_path, restarts=1, free=9)
+    run.config.cluster.address = "10.0.0.1:6379"
+    async with run.watched():
+        asked = [run.ask(number) for number in range(3)]
+        await settle()
+        engines.die(1)  # Noticed before the loss of its machine: its start hangs, and no restart is used up.
+        engines._seconds = taking(run_group=20, start=1e6)
+        run.devices.lost = {1, 2}
+        await asyncio.gather(*asked)
+        await asyncio.sleep(30)
+        assert run.standings == {0: "serving"}
+        assert [row["state"] for row in run.elastic.listed()] == [
+            "serving",
+            "waits for a machine",
+            "waits for a machine",
+        ]
+        engines._seconds = taking(run_group=20, start=12)
+        for lost, after in (({2}, {0: "serving", 1: "starting"}), ({1, 2}, {0: "serving"})):
+            run.devices.lost = lost  # Its other machine leaves too, before it has started there.
+            await asyncio.sleep(MACHINES_POLL_S + 1)
+            assert run.standings == after
+        run.devices.lost = {2}
+        await asyncio.sleep(20)
+        assert run.standings == {0: "serving", 1: "serving"}
+        assert await run.elastic.leave(2, None)
+        run.devices.lost = set()
+        engines.die(0)
+        await run.ask(3)
+        await asyncio.sleep(30)
+        assert run.standings == {0: "serving", 1: "serving"}, "the restart was not used up before"
+    kinds = {row["part"]: row["kind"] for row in rows(run.log)[:2]}
+    assert kinds == {"engine 1": "died", "engine 2": "displaced"}
+    ends = Counter(row["event"] for row in rows(run.log))
+    assert ends == {"began": 3, "recovered": 2, "given_up": 1}
+
+
+@pytest.mark.parametrize(("asked", "serving"), [(None, [0, 1, 2, 3]), (2, [0, 1, 2])])
+@virtually
+async def test_an_engine_that_joins_does_not_take_the_number_of_one_that_returns(
+    asked: int | None, serving: list[int], tmp_path: Path
+) -> None:
+    run = Elasticity(Engines(3, taking(start=7)), tmp_path, free=9)
+    run.config.cluster.address = "10.0.0.1:6379"
+    async with run.watched():
+        run.devices.lost = {2}
+        await asyncio.sleep(1.5 * MACHINES_POLL_S)
+        joining = asyncio.ensure_future(run.elastic.join(asked))
+        await asyncio.sleep(0.5 * MACHINES_POLL_S - 0.1)  # The machines are looked at before the join looks again.
+        run.devices.lost = set()
+        with nullcontext() if asked is None else refused("exists", "ENGINE"):
+            await joining
+        await asyncio.sleep(10)
+        assert run.standings == dict.fromkeys(serving, "serving")
+    assert run.devices.asked[:2] == [[0, 1, 2]] * 2, "one question for all, also for one without a machine"
+
+
+@virtually
+async def test_more_engines_join_by_themselves_up_to_a_number_while_the_cluster_has_devices(tmp_path: Path) -> None:
+    run = Elasticity(Engines(2, taking(start=7)), tmp_path, free=0)
+    run.config.cluster.address, run.config.cluster.max_engines = "10.0.0.1:6379", 5
+    async with run.watched():
+        await asyncio.sleep(100)
+        assert run.standings == {0: "serving", 1: "serving"}
+        run.devices.free = 2  # A machine joins.
+        await asyncio.sleep(2 * MACHINES_POLL_S + 8)
+        assert run.standings == dict.fromkeys(range(4), "serving")
+        await run.elastic.leave(3, None)
+        await asyncio.sleep(100)
+        assert 3 not in run.standings, "an engine that has left does not return by itself"
+        run.devices.free = 9
+        await asyncio.sleep(100)
+        assert run.standings == dict.fromkeys((0, 1, 2, 4), "serving")
+        await run.elastic.join(None)
+        with refused("out_of_range", "cluster.max_engines"):
+            await run.elastic.join(None)
+    events = [(row["event"], row["part"][-1]) for row in rows(run.log)]
+    assert events == [("joined", "2"), ("joined", "3"), ("left", "3"), ("joined", "4"), ("joined", "3")]
+
+
+@virtually
+async def test_an_additional_engine_that_cannot_start_is_given_up_once(tmp_path: Path) -> None:
+    engines = Engines(1, taking(start=7), failures={"start": RunError("no model")})
+    run = Elasticity(engines, tmp_path, restarts=3, free=9)
+    run.config.cluster.address, run.config.cluster.max_engines = "10.0.0.1:6379", 3
+    async with run.watched():
+        await asyncio.sleep(100)
+        assert (run.standings, run.devices.taken) == ({0: "serving"}, set())
+    assert [row["event"] for row in rows(run.log)] == ["began", "given_up"] * 2
