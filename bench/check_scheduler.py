@@ -58,8 +58,7 @@ SCOPES: dict[str, dict[str, Any]] = {
     "staleness 2, 2 steps of 1 group, resume": {"sizes": (1,), "resumes": True, **_STALE_2},
     "engine pool, 2 steps of 1 group, 2 crashes": {**_POOL, **_CRASHES},
     "engine pool, 1 engine, 1 step of 1 group, 2 crashes, 2 restarts": {**_POOL, "engines": 1, "steps": 1, **_AGAIN, "restarts": 2},
-    "engine pool, 1 engine, 2 steps of 1 group, 2 crashes, 2 restarts, copies":
-        {**_POOL, "engines": 1, **_AGAIN, "restarts": 2, "copies": True},
+    "engine pool, 1 engine, 2 steps of 1 group, 2 crashes, 2 restarts": {**_POOL, "engines": 1, **_AGAIN, "restarts": 2},
     "engine pool, 2 steps of 1 group, 2 crashes, 1 restart": {**_POOL, **_CRASHES, "restarts": 1},
     "engine pool, 1 step of 1 group, 2 crashes, 2 restarts": {**_POOL, "steps": 1, **_CRASHES, "restarts": 2},
     "staleness 1, 2 steps of 2 groups": {"sizes": (2,), **_STALE_1},

@@ -149,7 +149,7 @@ class Sending:
         self._sender = TimedSender(open_sender(spec), self._watch)
         return self.plain_copy()
 
-    def begin_export(self) -> None:
+    def begin_export(self, again: bool = False) -> None:  # noqa: ARG002, the weights never change
         """See `WeightSender`."""
         from rlsys.trainer.export import Export
 

@@ -44,6 +44,8 @@ _log = logging.getLogger(__name__)
 T = TypeVar("T")
 RESOURCE = {Device.cpu: "CPU", Device.gpu: "GPU"}
 POLL_S = 0.5  # Poll interval for missing machines.
+DEVICES_POLL_S = 2.0
+"""Interval at which machines are looked at while Ray finds the devices of a run."""
 WATCH_S = 2.0
 """Interval at which a local Ray is watched."""
 ANSWER_S = 20.0
@@ -90,20 +92,17 @@ def ray_runtime(
     """Join or start Ray, and reserve one bundle of `bundle_sizes[i]` devices for each i, each on one machine.
 
     `on[i]` is the machine of bundle i: an index into `machines()` restricted to machines that fit the largest bundle.
-    Without `on`, Ray chooses. Raises RunError if the cluster still lacks machines or devices at the timeout.
+    Without `on`, Ray chooses. Raises RunError if the cluster still lacks machines or devices at the timeout, or if a machine
+    that was chosen leaves.
     """
     with _local(cluster, sum(bundle_sizes)) if cluster.address is None else _joined(cluster.address):
         until = time.monotonic() + cluster.start_timeout_s
-        places = [{}] * len(bundle_sizes) if on is None else _places(cluster, max(bundle_sizes), on, until)
+        chosen = [] if on is None else _chosen(cluster, max(bundle_sizes), on, until)
+        places = [{machine.resource: SLIVER} for machine in chosen] or [{}] * len(bundle_sizes)
         resource = RESOURCE[cluster.device]
         shapes = [{resource: size} | place for size, place in zip(bundle_sizes, places, strict=True)]
         bundles = placement_group(shapes, strategy="PACK")
-        if not bundles.wait(max(1.0, until - time.monotonic())):
-            have = int(ray.cluster_resources().get(resource, 0))
-            raise RunError(
-                f"the cluster did not provide {sum(bundle_sizes)} {cluster.device} slots within "
-                f"{cluster.start_timeout_s:.0f} s (it has {have} in total): free some, or place the groups on fewer."
-            )
+        _await_devices(bundles, cluster, chosen, until)
         try:
             yield bundles
         finally:
@@ -307,13 +306,13 @@ def _connect(**options: Any) -> None:
             signal.signal(number, handler)
 
 
-def _places(cluster: ClusterConfig, devices: int, on: Sequence[int], until: float) -> list[dict[str, float]]:
-    """Wait for enough machines, and return for each bundle the resource that places it on its machine."""
+def _chosen(cluster: ClusterConfig, devices: int, on: Sequence[int], until: float) -> list[Machine]:
+    """Wait for enough machines, and return the machine of each bundle."""
     resource = RESOURCE[cluster.device]
     while True:
         fit = [machine for machine in machines() if machine.devices[resource] >= devices]
         if len(fit) > max(on):
-            return [{fit[number].resource: SLIVER} for number in on]
+            return [fit[number] for number in on]
         if time.monotonic() > until:
             have = ", ".join(f"{machine.host} with {machine.devices[resource]:g}" for machine in machines())
             raise RunError(
@@ -322,6 +321,25 @@ def _places(cluster: ClusterConfig, devices: int, on: Sequence[int], until: floa
                 "start Ray on the missing ones, or place the groups on fewer."
             )
         time.sleep(POLL_S)
+
+
+def _await_devices(bundles: PlacementGroup, cluster: ClusterConfig, chosen: Sequence[Machine], until: float) -> None:
+    """Wait until all bundles are placed. Raises RunError at `until`, or if one of the machines `chosen` leaves."""
+    while not bundles.wait(DEVICES_POLL_S):
+        if gone := lost(chosen):
+            names = " and ".join(dict.fromkeys(machine.name for machine in gone))
+            raise RunError(
+                f"{names} left the cluster before the run could start: check power, network and memory there, and start the "
+                "run again."
+            )
+        if time.monotonic() > until:
+            resource = RESOURCE[cluster.device]
+            have = int(ray.cluster_resources().get(resource, 0))
+            raise RunError(
+                f"the cluster did not provide {int(sum(spec.get(resource, 0) for spec in bundles.bundle_specs))} "
+                f"{cluster.device} slots within {cluster.start_timeout_s:.0f} s (it has {have} in total): free some, or place "
+                "the groups on fewer."
+            )
 
 
 def _machine(position: int, rank: int | None, node: Mapping[str, Any]) -> Machine:

@@ -62,8 +62,8 @@ class Elastic:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._pool, self._engines, self._supervisor = pool, pool.engines, supervisor
-        self._seats, self._inbox, self._faults, self._config = seats, inbox, faults, config
-        self._clock = clock
+        self._seats, self._inbox, self._faults, self._clock = seats, inbox, faults, clock
+        self._config = config
         self._choosing = asyncio.Lock()
         """Held from the choice of an engine that joins to the beginning of its start."""
         self._asking = asyncio.Lock()

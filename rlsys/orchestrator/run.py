@@ -4,8 +4,9 @@
 `Session.opened` builds the rest in it: workers, weight transports, records, pipeline. On exit, also after an error, both
 stop their parts in reverse order: no process survives and all records are on disk.
 
-If a Megatron process dies or hangs, `Session.go_back` kills all of them, and the next `opened` starts them again and
-restores everything from the last checkpoint, as a resume does. Engines and search server go on; the engines get the
+If a process of the inference group dies or hangs, that group is started again and gets the weights that the actor pushed
+last. After the loss of any other Megatron process, `Session.go_back` kills all of them, and the next `opened` starts them
+again and restores everything from the last checkpoint, as a resume does. Engines and search server go on; the engines get the
 weights of the checkpoint by the weight sync.
 """
 
@@ -29,7 +30,7 @@ from rlsys.cluster.planning.resolve import notes_on
 from rlsys.cluster.runtime import RayWatch, answer
 from rlsys.cluster.worker_group import RankDied, RankLost, WorkerGroup
 from rlsys.config.derived import due, max_staleness, moves_reference, scores_with_policy, train_files
-from rlsys.config.schema import LoraSync, Mode, Packing, RunConfig
+from rlsys.config.schema import Mode, Packing, RunConfig
 from rlsys.data.prompt_source import PromptSource, training_questions
 from rlsys.data.trajectory import Group, MaskOf, trained_tokens, value_mask
 from rlsys.errors import RunError, UserError
@@ -101,6 +102,7 @@ from rlsys.orchestrator.worker_groups import (
     Scorer,
     TrainedGroup,
     build_groups,
+    launch_megatron,
     restart_engine,
     started_groups,
 )
@@ -425,6 +427,7 @@ class Session:
             pipeline = _pipeline(config, log, groups, prompts, scorer, self.rewards, kl, origin)
             weights = _weight_sync(config, log, groups, pipeline)
             stack.callback(weights.close)
+            self.let_recover(groups.inference, weights)
             supervisor = self._supervisor(groups.engines, weights, done)
             async with asyncio.TaskGroup() as tasks:
                 watching = tasks.create_task(self.ray.run())
@@ -495,11 +498,9 @@ class Session:
         if lost is None or not self._ran or (task is not None and task.cancelling()):
             raise error
         self.ray.require_alive()  # Without Ray no process can be started again.
-        reason = str(lost).partition("\n")[0].rstrip(".")
         if self._fault is not None:
-            self.faults.end(self._fault, Outcome.given_up, reason)
-        kind = FaultKind.died if isinstance(lost, RankDied) else FaultKind.hung
-        self._fault = self.faults.begin(lost.name, kind, f"{reason}.")
+            self.faults.end(self._fault, Outcome.given_up, str(lost).partition("\n")[0].rstrip("."))
+        self._fault = self._begin(lost)
         if not self._restarts.take():
             times = f"cluster.restarts={self._restarts.limit}"
             self.faults.end(self._fault, Outcome.given_up, f"Megatron processes have been restarted {times} times")
@@ -512,6 +513,45 @@ class Session:
             origin = find_origin(replace(self.config, resume=str(self.run_dir)), self.progress.warn)
         self.progress.warn(f"The run goes back to step {origin.state.step if origin else 0}.")
         return origin
+
+    def let_recover(self, inference: InferenceGroup | None, weights: WeightSync) -> None:
+        """Let the inference group be started again alone.
+
+        Not in a colocated run, and not with a reference that moves: only its processes have that.
+        """
+        if inference and self.config.cluster.mode is not Mode.colocated and not moves_reference(self.config.algorithm):
+            inference.recover = partial(self._restart_inference, inference, weights)
+
+    async def _restart_inference(
+        self, group: InferenceGroup, weights: WeightSync, lost: RankLost, updated: bool
+    ) -> None:
+        """Start the inference group again after `lost`; with `updated`, send it the last version.
+
+        Raises `lost` if no restart is left or if it cannot start, and the run goes back.
+        """
+        if await answer(group.workers.seats.stranded) or not self._restarts.take():
+            raise lost
+        fault = self._begin(lost)
+        try:
+            with status.stage("starts again", "inference"):
+                group.workers.restart()
+                await launch_megatron(group.workers, "inference", self.config)
+            held = scores_with_policy(self.config.algorithm)
+            group.started(loaded=not held)
+            if held and updated:
+                await weights.catch_up(group)
+        except BaseException as problem:
+            self._fault = fault  # Which ends when the run has gone back, or is the last one of the run.
+            if isinstance(problem, Exception):
+                raise lost from problem
+            raise
+        self.faults.end(fault, Outcome.recovered, "the inference group has been started again")
+
+    def _begin(self, lost: RankLost) -> Fault:
+        """Record the fault of a Megatron process."""
+        kind = FaultKind.died if isinstance(lost, RankDied) else FaultKind.hung
+        reason = str(lost).partition("\n")[0].rstrip(".")
+        return self.faults.begin(lost.name, kind, f"{reason}.")
 
     def _trained(self) -> list[WorkerGroup]:
         return [group for name, group in self.workers.items() if name in MEGATRON]
@@ -650,9 +690,6 @@ def _weight_sync(config: RunConfig, log: RunLogger, groups: Groups, pipeline: Ro
     """
     immediate = [groups.inference] if groups.inference and scores_with_policy(config.algorithm) else []
     colocated = config.cluster.mode is Mode.colocated
-    # Another layout may round merged adapters differently, so the inference group does not send them.
-    merged = config.model.lora.rank > 0 and config.model.lora.sync is LoraSync.merged
-    copies = immediate[0].workers if immediate and not merged else None
     return WeightSync(
         groups.actor.workers,
         [groups.engines],
@@ -662,7 +699,6 @@ def _weight_sync(config: RunConfig, log: RunLogger, groups: Groups, pipeline: Ro
         immediate,
         groups.devices.onload,
         (lambda _version: None) if colocated else pipeline.publish,
-        copies,
     )
 
 

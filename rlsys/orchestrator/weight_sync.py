@@ -6,8 +6,8 @@
 
 `push` sends every bucket to every receiver; the caller must not change the sender's weights meanwhile. `activate` makes
 the engines switch, which is slow if they finish their episodes first. The next push blocks until the switch has ended.
-`catch_up` sends the last pushed version to one receiver that has just started, from the inference group if that has the
-version, else from the actor while it does.
+`catch_up` sends the last pushed version to one receiver that has just started, also while the actor trains: the actor has
+kept it.
 
 Invariant: a receiver uses a version only if the digest of all its tensors equals the digest that the actor computed in
 the push of that version. On a mismatch the receiver refuses the version and the run ends. An engine that catches up
@@ -119,8 +119,8 @@ class _Route:
     receivers: tuple[WeightReceiver, ...]
     immediate: tuple[WeightReceiver, ...] = ()
     """Receivers that switch at the end of the transfer."""
-    export: tuple[Any, ...] = ()
-    """Arguments of the sender's `begin_export`."""
+    again: bool = False
+    """True to send the weights of the last transfer again."""
     limit_s: float | None = None
     """Time limit of each call to the sender; None for that of the stage."""
 
@@ -148,25 +148,22 @@ class WeightSync:
         immediate: Sequence[WeightReceiver] = (),
         onload: Callable[..., Awaitable[None]] | None = None,
         activated: Callable[[int], None] = lambda _version: None,
-        copies: WorkerGroup | None = None,
         after: WeightSync | None = None,
     ) -> None:
         """Send to `receivers`, which switch on `activate`, and to `immediate`, which switch when the push ends.
 
-        `copies` is the group that holds the last pushed version and can send it, if any. `onload` brings colocated
-        groups, by name, onto their devices. `activated` is called with each version once all receivers have switched.
-        A sync `after` another never sends at the same time.
+        `onload` brings colocated groups, by name, onto their devices. `activated` is called with each version once all
+        receivers have switched. A sync `after` another never sends at the same time.
         """
         self._sender = sender
         self._deferred, self._immediate = tuple(receivers), tuple(immediate)
         self._cluster = cluster
         self._folder = run_dir / "weights"
         self._tracer, self._onload, self._on_activated = tracer, onload, activated
-        self._copies = copies
         self._sending: asyncio.Lock = asyncio.Lock() if after is None else after._sending
         """Held during a transfer, so that its receivers are those of one moment."""
-        self._push_begun = asyncio.Event()
-        """Set when the next push has begun."""
+        self._has_pushed = asyncio.Event()
+        """Set when the first push has ended."""
         self._members: tuple[Rank, ...] = ()
         """Processes that the transport connects, the sender first."""
         self._meetings: list[Meeting] = []
@@ -187,8 +184,7 @@ class WeightSync:
     async def push(self, version: int) -> SyncReport:
         """Send the sender's weights to every receiver as `version`, bringing colocated groups onto their devices first.
 
-        Blocks until the previous activation has ended. Raises RunError if that activation failed or timed out. If only the
-        sender has the version, each receiver that waits in `catch_up` gets it before this returns.
+        Blocks until the previous activation has ended. Raises RunError if that activation failed or timed out.
         """
         if self._onload:
             await self._onload(self._sender.name, *(receiver.workers.name for receiver in self._immediate))
@@ -197,15 +193,10 @@ class WeightSync:
                 status.show("waits for the previous activation", "sync")
             await self._last_switch(version)
             async with self._sending:
-                self._pushed = None
-                self._push_begun.set()
-                self._push_begun = asyncio.Event()
                 self._pushed = report = await self._transfer(version)
+                self._has_pushed.set()
         self._transferred = report
         self._switched.clear()
-        if self._copies is None:  # Else calls of the next step would come between the buckets of those in `catch_up`.
-            async with self._sending:
-                pass
         status.show("waits for activation", "sync")
         return report
 
@@ -244,36 +235,27 @@ class WeightSync:
     async def catch_up(self, receiver: WeightReceiver) -> int:
         """Send the last pushed version to `receiver` alone, which switches to it at once; return the version.
 
-        Blocks until the first push has ended, and while the actor is within a step if no other group has the version: the
-        limits of the step's calls end this wait. Raises PeerLost or RankDied if the receiver or the sender dies, RunError
-        if the receiver refuses the version.
+        Blocks until the first push has ended. Raises PeerLost or RankDied if the receiver or the sender dies, RunError if the
+        receiver refuses the version.
         """
-        while True:
-            async with self._sending:
-                if self._pushed is not None and await self._resend(receiver, self._pushed):
-                    return self._pushed.version
-                push_begun = self._push_begun
-            await push_begun.wait()  # It holds the lock, for which the receiver is the next then.
+        await self._has_pushed.wait()
+        async with self._sending:
+            assert self._pushed is not None
+            await self._resend(receiver, self._pushed)
+            return self._pushed.version
 
-    async def _resend(self, receiver: WeightReceiver, pushed: SyncReport) -> bool:
-        """Send the version `pushed` to `receiver`; return False if the sender has other weights by now."""
+    async def _resend(self, receiver: WeightReceiver, pushed: SyncReport) -> None:
+        """Send the version `pushed` again, to `receiver`."""
         await receiver.begin_update(pushed.version)
-        sender, export = self._copies or self._sender, (True,) if self._copies else ()
         # A call waits in the sender for one of another stage, which may take longer than the limit of this stage.
-        route = _Route(sender, (receiver,), export=export, limit_s=self._cluster.call_timeout_s)
+        route = _Route(self._sender, (receiver,), again=True, limit_s=self._cluster.call_timeout_s)
         try:
-            sent = await self._attempt(pushed.version, route)
-            if self._copies is not None:  # It sends to nobody else.
-                await route.ask("close_export")
-                self._members = ()
+            await self._attempt(pushed.version, route)
         except BaseException:
             if self._meetings:  # Else the sender would wait for the dead receiver.
                 self._meetings[-1].end()
             raise
-        if sent.digest != pushed.digest:
-            return False
         await receiver.finish_update(pushed.version, pushed.digest)
-        return True
 
     def figures(self) -> dict[str, float]:
         """Return the metrics of the last pushed version.
@@ -393,7 +375,7 @@ class WeightSync:
     async def _send_buckets(self, route: _Route) -> tuple[int, str]:
         """Send all buckets; return the number of bytes and their digest."""
         sent_bytes = 0
-        await route.ask("begin_export", *route.export)
+        await route.ask("begin_export", route.again)
         handle: BucketHandle | None = await route.ask("next_handle", self._taken)
         while handle is not None:
             sent_bytes += handle.nbytes

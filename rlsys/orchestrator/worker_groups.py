@@ -28,7 +28,7 @@ from rlsys.algorithms.losses import TOKENS, reduce_stats
 from rlsys.cluster.planning.placement import CRITIC, parse_placement, plan_bundles
 from rlsys.cluster.runtime import ray_runtime
 from rlsys.cluster.stacks import StackWriter
-from rlsys.cluster.worker_group import WorkerGroup, share
+from rlsys.cluster.worker_group import RankLost, WorkerGroup, share
 from rlsys.config.algorithm import OldLogprobs, RouterReplay
 from rlsys.config.derived import has_critic, on_update, scoring_forwards
 from rlsys.config.schema import Device, Mode, RunConfig, SyncMode
@@ -317,20 +317,28 @@ class Checkpoints:
 class InferenceGroup(MegatronGroup):
     """Computes log-probs and holds the reference policy, which `reference` saves and loads.
 
-    Invariant: no `compute` overlaps an update, which lasts from `begin_update` to the end of `finish_update`.
+    Invariants: no `compute` overlaps an update, which lasts from `begin_update` to the end of `finish_update`. Processes that
+    have been started again compute nothing before their first update.
     """
 
     def __init__(self, workers: WorkerGroup, sharder: BatchSharder, tracer: Tracer) -> None:
         super().__init__(workers, sharder, tracer)
         self.reference = Checkpoints(self)
+        self.recover: Callable[[RankLost, bool], Awaitable[None]] | None = None
+        """Starts the processes again after the loss of one, calls `started`, and updates them if the flag is True. Raises
+        the loss if that fails. None if the group cannot recover."""
         self._weights = asyncio.Lock()
         self._updating = False
         """True while an update holds `_weights`."""
         self._version = 0
+        self._runs, self._loaded = asyncio.Event(), asyncio.Event()
+        """Set while all processes run, and while they have the weights to compute with."""
+        self._runs.set()
+        self._loaded.set()
 
     @property
     def living(self) -> Mapping[int, None]:
-        """All ranks; a dead process of this group ends the run."""
+        """All ranks; the push of a version cannot do without one."""
         return dict.fromkeys(range(len(self.workers.ranks)))
 
     async def compute(self, samples: Sequence[Sample]) -> list[Scores]:
@@ -339,23 +347,59 @@ class InferenceGroup(MegatronGroup):
         Their version is that of the group's policy.
         """
         plan, batches = self._sharder.shard(samples)
-        async with self._weights:
-            with self.work("logprob.compute", samples, batches):
-                answers = await self.computed(batches)
-            version = self._version
+        while True:
+            await self._loaded.wait()
+            async with self._weights:
+                if not self._loaded.is_set():
+                    continue
+                try:
+                    with self.work("logprob.compute", samples, batches):
+                        answers = await self.computed(batches)
+                    version = self._version
+                    break
+                except RankLost as problem:
+                    lost = problem
+                    self._stopped()
+            await self._recovered(lost, updated=True)
         return [replace(one, version=version) for one in scores_of(plan, batches, answers, samples)]
+
+    def started(self, loaded: bool) -> None:
+        """Record that all processes run again, and with `loaded` that they can compute without an update."""
+        self._runs.set()
+        if loaded:
+            self._loaded.set()
+
+    def _stopped(self) -> None:
+        self._runs.clear()
+        self._loaded.clear()
+
+    async def _recovered(self, lost: RankLost, updated: bool) -> None:
+        if self.recover is None:
+            raise lost
+        await self.recover(lost, updated)
 
     async def open_transport(self, specs: Mapping[int, TransportSpec]) -> None:
         """Open the transport on each rank with its spec."""
         await self.workers.call_each("open_transport", [(specs[rank],) for rank in self.living])
 
     async def begin_update(self, version: int) -> None:  # noqa: ARG002
-        """Block until running computations end, then prepare to receive `version`; discards an unfinished update."""
-        if not self._updating:
+        """Block until running computations end, then prepare to receive `version`; discards an unfinished update.
+
+        Processes of which one is lost are started again.
+        """
+        while not self._updating:
+            await self._runs.wait()
             await self._weights.acquire()
-            self._updating = True
+            self._updating = self._runs.is_set()
+            if not self._updating:  # A call before this one has found a loss.
+                self._weights.release()
         try:
-            await self.workers.call("begin_update")
+            try:
+                await self.workers.call("begin_update")
+            except RankLost as lost:
+                self._stopped()
+                await self._recovered(lost, updated=False)
+                await self.workers.call("begin_update")
         except BaseException:
             self._end_update()
             raise
@@ -369,6 +413,7 @@ class InferenceGroup(MegatronGroup):
         try:
             await self.workers.call("finish_update", version, digest)
             self._version = version
+            self._loaded.set()
         finally:
             self._end_update()
 

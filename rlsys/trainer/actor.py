@@ -45,11 +45,11 @@ from rlsys.algorithms.losses import (
 )
 from rlsys.config.algorithm import Aggregation, OldLogprobs
 from rlsys.config.derived import has_critic, loss_length, sums_over_vocabulary
-from rlsys.config.schema import ModelConfig, OptimizerConfig, ParallelConfig, RunConfig
+from rlsys.config.schema import Mode, ModelConfig, OptimizerConfig, ParallelConfig, RunConfig
 from rlsys.errors import RunError
 from rlsys.trainer import mesh
 from rlsys.trainer.batches import Accumulated, MicroBatch, OptimizerStep
-from rlsys.trainer.export import Export, WeightSender, load_hf, owners_group
+from rlsys.trainer.export import Export, ExportedWeights, WeightSender, load_hf, owners_group
 from rlsys.trainer.forward import (
     ContextShare,
     context_shares,
@@ -271,10 +271,12 @@ class Actor(Learner, WeightSender):
         total_steps: int,
         seed: int,
         scratch: str | Path = ".",
+        repeats: bool = True,
     ) -> None:
         """Join the group and build the model; call `load_hf` or `load` next.
 
-        The actor's own reference, if the objective has one, starts from the weights at `model.path`, or is a teacher.
+        The actor's own reference, if the objective has one, starts from the weights at `model.path`, or is a teacher. With
+        `repeats`, the last export can be repeated, for which host memory holds a copy of its weights.
         """
         architecture = read_architecture(model.path, model.family)
         coords = mesh.start(rendezvous, parallel, seed)
@@ -288,6 +290,7 @@ class Actor(Learner, WeightSender):
         elif plan is not None:
             self._reference = ReferencePolicy.loaded(plan, model, parallel, coords)
         self._export_group = owners_group(coords)
+        self._exported = ExportedWeights(self._policy) if repeats else None
 
     @classmethod
     def from_config(cls, config: RunConfig, rendezvous: mesh.Rendezvous) -> Actor:
@@ -303,6 +306,7 @@ class Actor(Learner, WeightSender):
             max(0, config.trainer.steps - warmup) * config.trainer.mini_batches,
             config.trainer.seed,
             config.output_dir,
+            repeats=config.cluster.mode is Mode.disaggregated,  # Else no process starts alone.
         )
         actor.load_hf(config.model.path)
         return actor
@@ -317,11 +321,17 @@ class Actor(Learner, WeightSender):
         """Return the GPU's name as CUDA reports it, or "cpu"."""
         return torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
 
-    def export(self, bucket_bytes: int, sender: Sender | None) -> Export:
-        """Begin to export the policy; see `WeightSender`."""
+    def export(self, bucket_bytes: int, sender: Sender | None, again: bool = False) -> Export:
+        """Begin to export the policy, or `again` as it was at the last export; see `WeightSender`."""
         self._require("export")
-        self._gather()
-        return Export(self._policy, partial(self._require, "export"), self._export_group, bucket_bytes, sender)
+        if again and self._exported is None:
+            raise RuntimeError("The actor keeps no copy of its exports.")
+        if not again:
+            self._gather()
+            if self._exported is not None:
+                self._exported.take()
+        require, copies = partial(self._require, "export"), self._exported if again else None
+        return Export(self._policy, require, self._export_group, bucket_bytes, sender, copies)
 
     def end_step(self, version: int) -> None:
         """Let the actor's own reference follow the policy, which is now at `version`; no-op without a reference."""

@@ -12,6 +12,8 @@ bucket, because a model may have thousands of them.
 Every process of the group creates an `Export`, and all processes call `next` together and equally often, because
 gathering is collective. The weights must not change until `next` has returned None on rank 0.
 
+The actor trains on while its last export is repeated for a process that has just started: `ExportedWeights` holds copies.
+
 Invariant: all tensors of one parameter (query, key and value; gate and up) are in one bucket, and so are parameters that
 an engine fuses.
 """
@@ -21,6 +23,7 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -201,10 +204,10 @@ class WeightSender(ABC):
     _running: Export | None = None
 
     @abstractmethod
-    def export(self, bucket_bytes: int, sender: Sender | None) -> Export:
+    def export(self, bucket_bytes: int, sender: Sender | None, again: bool = False) -> Export:
         """Begin an export on all ranks together; the weights must not change until it ends.
 
-        `sender` is set on rank 0 and, with `ipc`, on the first rank of every stage; it is None on other ranks.
+        With `again` it is the last one, bit for bit, and the weights may have changed and may change. `sender` is set on rank 0 and, with `ipc`, on the first rank of every stage; it is None on other ranks.
         """
 
     def open_export(self, spec: TransportSpec) -> float | None:
@@ -227,9 +230,9 @@ class WeightSender(ABC):
             self._sender.close()
             self._sender = None
 
-    def begin_export(self) -> None:
-        """Begin to export the current weights."""
-        self._running = self.export(self._bucket_bytes, self._sender)
+    def begin_export(self, again: bool = False) -> None:
+        """Begin to export the current weights, or `again` those of the last export."""
+        self._running = self.export(self._bucket_bytes, self._sender, again)
 
     def next_handle(self, taken: int) -> BucketHandle | None:
         """Return the next bucket's handle on rank 0, None after the last bucket and on other ranks.
@@ -251,6 +254,39 @@ class WeightSender(ABC):
         return self._running
 
 
+class ExportedWeights:
+    """Copies, in host memory, of what an export reads of a model that trains on."""
+
+    def __init__(self, model: PolicyModel) -> None:
+        self._model = model
+        self._copies: dict[str, Tensor] = {}
+        """Name of a parameter that training changes -> its copy."""
+
+    def take(self) -> None:
+        """Copy the current weights of this process, if it takes part in exports."""
+        if not self._model.coords.exports:
+            return
+        for name, parameter in self._model.trainable.items():
+            if name not in self._copies:
+                self._copies[name] = torch.empty_like(parameter, device="cpu", pin_memory=parameter.is_cuda)
+            self._copies[name].copy_(parameter.detach(), non_blocking=True)
+        if self._model.device.type == "cuda":
+            torch.cuda.synchronize(self._model.device)
+
+    @contextmanager
+    def in_place(self, entries: Sequence[Entry]) -> Iterator[None]:
+        """Give the model the copies of `entries` and of all adapters during the body."""
+        names = {entry.name for entry in [*entries, *self._model.adapter_entries]} & self._copies.keys()
+        current = {name: self._model.parameters[name].data for name in names}
+        for name in names:
+            self._model.parameters[name].data = self._copies[name].to(self._model.device)
+        try:
+            yield
+        finally:
+            for name, data in current.items():
+                self._model.parameters[name].data = data
+
+
 class Export:
     """Exports one weight version from this process."""
 
@@ -261,14 +297,15 @@ class Export:
         owners: dist.ProcessGroup,
         bucket_bytes: int,
         sender: Sender | None,
+        copies: ExportedWeights | None = None,
     ) -> None:
         """See `WeightSender.export`. `require_weights` raises while the weights are offloaded.
 
-        `owners` is the group from `owners_group`.
+        `owners` is the group from `owners_group`. With `copies`, these are exported instead of the model's weights.
         """
         self._model, self._coords = model, model.coords
         self._require_weights = require_weights
-        self._owners, self._bucket_bytes, self._sender = owners, bucket_bytes, sender
+        self._owners, self._bucket_bytes, self._sender, self._copies = owners, bucket_bytes, sender, copies
         self._room: Memory | None = None
         """Memory in which the first rank of a stage above 0 packs a bucket."""
         self._runs = self._plan()
@@ -284,17 +321,22 @@ class Export:
         if run is None:
             return None
         stage, entries = run
-        if isinstance(self._sender, IpcSender):
-            handle = self._send_from_stage(self._sender, stage, entries)
-        elif self._sender is not None:
-            bucket = self._take(stage, self._sender) if stage else self._pack(entries, self._sender.next_slot())
-            handle = self._sender.send(bucket)
-        else:
-            self._give(stage, entries)
-            return None
+        with self._copies.in_place(entries) if self._copies else nullcontext():
+            handle = self._send(stage, entries)
         if handle is not None:
             self._checksums |= {record.name: record.checksum for record in handle.records}
         return handle
+
+    def _send(self, stage: int, entries: list[Entry]) -> BucketHandle | None:
+        """Gather and send a bucket of `stage`; return its handle on rank 0, None on other ranks."""
+        if isinstance(self._sender, IpcSender):
+            return self._send_from_stage(self._sender, stage, entries)
+        if self._sender is None:
+            self._give(stage, entries)
+            return None
+        return self._sender.send(
+            self._take(stage, self._sender) if stage else self._pack(entries, self._sender.next_slot())
+        )
 
     @property
     def digest(self) -> str:

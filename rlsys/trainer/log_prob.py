@@ -272,7 +272,7 @@ class MegatronWorker:
 
 
 class LogProbWorker(MegatronWorker, WeightSender):
-    """One process of the inference group: computes log-probs, and exports the weights of policy and reference."""
+    """One process of the inference group: computes log-probs, and exports the weights of the reference."""
 
     def __init__(
         self,
@@ -313,7 +313,6 @@ class LogProbWorker(MegatronWorker, WeightSender):
         elif reference is not None:
             self._reference = ReferencePolicy.loaded(reference, model, parallel, self.coords)
         self._export_group = owners_group(self.coords)
-        self._exports_policy = False
         self._receiver: Receiver | None = None
         self._update: ShardLoader | None = None
         entries = () if self._policy is None else (*self._policy.entries.values(), *self._policy.adapter_entries)
@@ -418,20 +417,10 @@ class LogProbWorker(MegatronWorker, WeightSender):
         info = self._require_reference("load the reference").load(folder)
         return restore_generators(Path(folder), info.layout)
 
-    def begin_export(self, policy: bool = False) -> None:
-        """Begin to export the reference, or the policy at its current version."""
-        self._exports_policy = policy
-        super().begin_export()
-
-    def export(self, bucket_bytes: int, sender: Sender | None) -> Export:
-        """Begin to export the weights that `begin_export` chose, which must not change meanwhile; see `WeightSender`."""
-        purpose = f"export the {'policy' if self._exports_policy else 'reference'}"
-        if not self._exports_policy:
-            model = self._require_reference(purpose).model
-        elif self._policy is not None and self.version is not None:
-            model = self._policy
-        else:
-            raise RuntimeError("The log-prob worker has no complete policy to export.")
+    def export(self, bucket_bytes: int, sender: Sender | None, again: bool = False) -> Export:  # noqa: ARG002
+        """Begin to export the reference, which must not change between exports; see `WeightSender`."""
+        purpose = "export the reference"
+        model = self._require_reference(purpose).model
         return Export(model, partial(self._require, purpose), self._export_group, bucket_bytes, sender)
 
     def _tensors(self) -> Iterable[Tensor]:

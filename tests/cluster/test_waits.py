@@ -17,8 +17,9 @@ import psutil
 import pytest
 import ray
 
+from rlsys.cluster import runtime
 from rlsys.cluster.preflight.machine import Unseen, cluster_at
-from rlsys.cluster.runtime import RayWatch, answer, ray_runtime
+from rlsys.cluster.runtime import Machine, RayWatch, answer, ray_runtime
 from rlsys.cluster.worker_group import POLLS, STAGES, Rank, RankDied, RankSilent, WorkerGroup, together
 from rlsys.config.derived import stage_limits
 from rlsys.config.schema import ClusterConfig, Device, StageTimeouts
@@ -39,16 +40,32 @@ def test_ray_that_does_not_start_is_retried_and_then_refused(monkeypatch: pytest
 
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setattr(ray, "init", slow)
-    runtime = ray_runtime(ClusterConfig(device=Device.cpu), [1])
+    started = ray_runtime(ClusterConfig(device=Device.cpu), [1])
     with pytest.raises(RunError, match="timed out during startup"):
-        runtime.__enter__()
+        started.__enter__()
     assert [options["address"] for options in tries] == ["local"] * 3
 
 
 def test_cluster_address_without_a_listener_is_refused() -> None:
-    runtime = ray_runtime(ClusterConfig(device=Device.cpu, address="127.0.0.1:1"), [1])
+    joined = ray_runtime(ClusterConfig(device=Device.cpu, address="127.0.0.1:1"), [1])
     with refused("unreachable", "cluster.address"):
-        runtime.__enter__()
+        joined.__enter__()
+
+
+def test_a_run_does_not_wait_for_devices_of_a_machine_that_has_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    machines = [Machine(rank, True, f"gpu{rank}", f"10.0.0.{rank}", str(rank), "", {}) for rank in range(2)]
+    here, answers = list("01"), iter([False, False])
+    monkeypatch.setattr(ray, "nodes", lambda: [{"NodeID": node, "Alive": True} for node in here])
+
+    def wait(_: float) -> bool:
+        placed = next(answers)
+        here.pop()  # The second machine leaves.
+        return placed
+
+    bundles: Any = Mock(wait=wait)
+    with pytest.raises(RunError, match=r"node 1 \(gpu1, 10\.0\.0\.1\)"):
+        runtime._await_devices(bundles, ClusterConfig(device=Device.cpu), machines, float("inf"))
+    assert list(answers) == [False], "found at once"
 
 
 def test_death_of_a_process_of_ray_is_found_and_named() -> None:

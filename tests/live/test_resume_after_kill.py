@@ -37,6 +37,9 @@ class RunResults:
             step: gzip.decompress(trajectory_file(folder, step).read_bytes()) for step in trajectory_steps(folder)
         }
         self.checkpoints = sorted((folder / "checkpoints").iterdir())
+        self.openings = int((folder / "openings").read_text())
+        faults = [json.loads(line) for line in (folder / "faults.jsonl").read_text().splitlines()]
+        self.faults = [(row.get("part"), row["event"]) for row in faults]
 
     @staticmethod
     def _row(line: str) -> dict[str, Any]:
@@ -123,10 +126,36 @@ def test_run_whose_megatron_processes_die_goes_back_and_equals_the_uninterrupted
 ) -> None:
     """It goes back to its last checkpoint by itself, with the same engines, or to its start if there is none."""
     assert ended(model, tmp_path, moment, count, victim, early) == 0
-    (folder,) = tmp_path.glob(f"{NAME}-*")
-    faults = [json.loads(line) for line in (folder / "faults.jsonl").read_text().splitlines()]
-    assert [(row.get("part"), row["event"]) for row in faults] == [(f"{victim} rank 0", "began"), (None, "recovered")]
-    assert_equal(RunResults(tmp_path), uninterrupted)
+    found = RunResults(tmp_path)
+    assert found.faults == [(f"{victim} rank 0", "began"), (None, "recovered")]
+    assert found.openings == 2
+    assert_equal(found, uninterrupted)
+
+
+@pytest.fixture(scope="module")
+def uninterrupted_fixed(model: Path, tmp_path_factory: pytest.TempPathFactory) -> RunResults:
+    """A run whose reference never changes."""
+    outputs = tmp_path_factory.mktemp("uninterrupted-fixed")
+    assert ended(model, outputs, fixed=True) == 0
+    return RunResults(outputs)
+
+
+@pytest.mark.parametrize(
+    ("moment", "count"),
+    [
+        pytest.param("transferred", 1, id="before log-probs"),
+        pytest.param("scoring", 1, id="before a push", marks=pytest.mark.slow),
+    ],
+)
+def test_run_whose_inference_processes_die_goes_on_within_its_step_and_equals_the_uninterrupted_one(
+    moment: str, count: int, model: Path, uninterrupted_fixed: RunResults, tmp_path: Path
+) -> None:
+    """Their successors get the weights that the actor has pushed last. The run does not go back."""
+    assert ended(model, tmp_path, moment, count, "inference", fixed=True) == 0
+    found = RunResults(tmp_path)
+    assert found.faults == [("inference rank 0", "began"), (None, "recovered")]
+    assert found.openings == 1
+    assert_equal(found, uninterrupted_fixed)
 
 
 def assert_equal(again: RunResults, uninterrupted: RunResults) -> None:

@@ -18,7 +18,8 @@ from rich.console import Console
 
 from rlsys.cluster.runtime import RayWatch
 from rlsys.cluster.worker_group import RankDied, RankSilent
-from rlsys.config.schema import ClusterConfig, RunConfig
+from rlsys.config.algorithm import OldLogprobs
+from rlsys.config.schema import ClusterConfig, Mode, RunConfig
 from rlsys.errors import PeerLost, RunError, UserError
 from rlsys.observe.faults import FAULTS, KILLED_AT, KILLED_BY, FaultLog
 from rlsys.observe.status import Progress
@@ -124,6 +125,73 @@ async def test_a_run_that_needs_a_lost_machine_ends_instead_of_waiting_for_it(tm
     with pytest.raises(RunError, match=r"actor rank 1 \(on host1\)") as raised:
         await session._build(SimpleNamespace(), 0)  # type: ignore[arg-type]
     assert lost_worker(raised.value) is None, "it does not go back again"
+
+
+class Scoring:
+    """An inference group that notes how it is started again; with `fails`, it does not start."""
+
+    def __init__(self, fails: bool = False) -> None:
+        self.calls: list[str] = []
+        self.workers, self.seats, self.ranks, self._fails = self, SimpleNamespace(stranded=list), [0], fails
+
+    def restart(self) -> None:
+        self.calls.append("restart")
+
+    async def free_address(self, _: float) -> tuple[str, int]:
+        return "127.0.0.1", 1
+
+    async def build(self, *_: Any) -> None:
+        if self._fails:
+            raise RunError("no memory")
+
+    def started(self, loaded: bool) -> None:
+        self.calls.append(f"loaded: {loaded}")
+
+    async def catch_up(self, receiver: Any) -> int:
+        assert receiver is self
+        self.calls.append("catch up")
+        return 3
+
+
+@pytest.mark.parametrize(
+    ("source", "updated", "calls"),
+    [
+        ("recompute", True, ["restart", "loaded: False", "catch up"]),
+        ("recompute", False, ["restart", "loaded: False"]),
+        ("engine", True, ["restart", "loaded: True"]),
+    ],
+)
+async def test_the_inference_group_is_started_again_alone_and_updated_if_it_holds_the_policy(
+    source: str, updated: bool, calls: list[str], tmp_path: Path
+) -> None:
+    session, group = Failing(tmp_path, [], 1), Scoring()
+    session.config.algorithm.old_logprobs = OldLogprobs(source)
+    await session._restart_inference(group, group, HANGS, updated)  # type: ignore[arg-type]
+    assert group.calls == calls
+    assert session.events() == ["began", "recovered"]
+    with pytest.raises(RankSilent):
+        await session._restart_inference(group, group, HANGS, updated)  # type: ignore[arg-type]
+    assert session.events() == ["began", "recovered"], "the run goes back, which records the second fault"
+
+
+async def test_the_run_goes_back_if_the_inference_group_cannot_start_again(tmp_path: Path) -> None:
+    session, group = Failing(tmp_path, [], 2), Scoring(fails=True)
+    session.ready(0)
+    with pytest.raises(RankSilent) as lost:
+        await session._restart_inference(group, group, HANGS, True)  # type: ignore[arg-type]
+    session.go_back(lost.value, None)
+    session.ready(0)
+    assert session.events() == ["began", "given_up", "began", "recovered"]
+
+
+def test_an_inference_group_that_shares_devices_or_moves_its_reference_goes_back_with_the_run(tmp_path: Path) -> None:
+    session, found = Failing(tmp_path, [], 2), []
+    for mode, tau in ((Mode.disaggregated, 1.0), (Mode.colocated, 1.0), (Mode.disaggregated, 0.5)):
+        session.config.cluster.mode, session.config.algorithm.ref_policy_ema_tau = mode, tau
+        group = SimpleNamespace(recover=None)
+        session.let_recover(group, None)  # type: ignore[arg-type]
+        found.append(group.recover is not None)
+    assert found == [True, False, False]
 
 
 @pytest.mark.parametrize("error", [MISTAKE, RunError("collapsed"), asyncio.CancelledError()])

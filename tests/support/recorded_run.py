@@ -13,6 +13,7 @@ import signal
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import torch
@@ -117,6 +118,8 @@ class MortalGroup(HostedGroup):
         self.kill()
         self.ranks = fork(len(self.ranks))
 
+    seats = SimpleNamespace(stranded=list)
+
 
 class Episodes(Playback):
     """Playback without waits; in evaluations, the answer is a question's first recorded episode."""
@@ -176,8 +179,8 @@ class KillableStore(CheckpointStore):
         self._kill_switch("pruned")
 
 
-def settings(model: Path, outputs: Path) -> RunConfig:
-    """Config of the run; learning rate, reference and KL coefficient all depend on earlier steps."""
+def settings(model: Path, outputs: Path, fixed: bool = False) -> RunConfig:
+    """Config of the run; learning rate, reference (unless it is `fixed`) and KL coefficient all depend on earlier steps."""
     return RunConfig(
         name=NAME,
         output_dir=str(outputs),
@@ -198,7 +201,7 @@ def settings(model: Path, outputs: Path) -> RunConfig:
             kl_estimator=SampledKl("k1"),
             kl_control=KlControl.adaptive,
             kl_horizon=100,
-            ref_policy_ema_tau=0.5,
+            ref_policy_ema_tau=1.0 if fixed else 0.5,
             ref_policy_ema_update_period=2,
         ),
         task=TaskConfig(train_path=str(model / "config.json")),
@@ -224,6 +227,8 @@ class RecordedSession(Session):
         super().__init__(config, run_dir, progress, FaultLog(run_dir / FAULTS), **parts)
         recording = record(QUESTIONS, Shape(STEPS + 1, SAMPLES, tiny_configs.qwen2().vocab_size), SEED)
         self.engines, self.kill_switch, self.groups = Episodes(config, recording, kill), kill, workers
+        self.openings = 0
+        """Number of times that the run was opened: once, and again whenever it goes back."""
         if kill.victim:
             kill.kill = workers[kill.victim].kill
 
@@ -236,6 +241,8 @@ class RecordedSession(Session):
                     group.restart()
                 await launch_megatron(group, name, self.config)  # type: ignore[arg-type]
             run = _run(self, log, origin)
+            self.let_recover(run.groups.inference, run.weights)
+            self.openings += 1
             if origin:
                 await run.load(origin)
             self.ready(origin.state.step if origin else 0)
@@ -252,6 +259,7 @@ async def opened(
         session = RecordedSession(config, run_dir, progress, hosts, kill_switch)
         yield session
     torch.save(session.engines.weights, run_dir / "weights.pt")
+    (run_dir / "openings").write_text(str(session.openings))
 
 
 def _run(session: RecordedSession, log: RunLogger, origin: Origin | None) -> Run:
@@ -276,20 +284,26 @@ def _run(session: RecordedSession, log: RunLogger, origin: Origin | None) -> Run
 
 
 def train_recorded(
-    model: Path, outputs: Path, moment: str | None, count: int, victim: str = "", early: bool = False
+    model: Path, outputs: Path, moment: str | None, count: int, victim: str, early: bool, fixed: bool
 ) -> None:
     """Train to the end, or until the run kills itself at `moment`; it outlives the death of a `victim`."""
-    config, kill_switch = settings(model, outputs), KillSwitch(moment, count, victim, early)
+    config, kill_switch = settings(model, outputs, fixed), KillSwitch(moment, count, victim, early)
     origin = find_origin(config, print)
     run_dir = folder_of(config, origin)
     asyncio.run(train(config, run_dir, origin, functools.partial(opened, pool(3), kill_switch)))
 
 
 def ended(
-    model: Path, outputs: Path, moment: str | None = None, count: int = 1, victim: str = "", early: bool = False
+    model: Path,
+    outputs: Path,
+    moment: str | None = None,
+    count: int = 1,
+    victim: str = "",
+    early: bool = False,
+    fixed: bool = False,
 ) -> int:
     """Train in a new process group. Returns the exit code, negative for the signal that killed it."""
-    process = forks().Process(target=_alone, args=(model, outputs, moment, count, victim, early))
+    process = forks().Process(target=_alone, args=(model, outputs, moment, count, victim, early, fixed))
     process.start()
     process.join(LIMIT_S)
     assert process.exitcode is not None, "the run did not end in time"

@@ -34,9 +34,9 @@ from rlsys.orchestrator.resume import RunState
 from rlsys.orchestrator.rewards.reward import Rewards, reward_group
 from rlsys.orchestrator.run import Groups, Run
 from rlsys.orchestrator.weight_sync import WeightSync
-from rlsys.orchestrator.worker_groups import ActorGroup, InferenceGroup, OffloadManager, launch_megatron, scores_of
+from rlsys.orchestrator.worker_groups import ActorGroup, InferenceGroup, MegatronGroup, OffloadManager, launch_megatron
 from rlsys.rollout.agent.tokens import EpisodeProgress
-from rlsys.trainer.batches import BatchSharder, MicroBatch, Plan
+from rlsys.trainer.batches import BatchSharder, MicroBatch
 from rlsys.weights.bucket import unpack
 from rlsys.weights.transport import BucketHandle, Receiver, TransportSpec, open_receiver
 from tests.support.megatron_processes import Host, HostedGroup
@@ -160,28 +160,8 @@ class Pauses:
         await asyncio.sleep(self._random.random() * CALL_S)
 
 
-class Scorer:
-    """Inference group that computes log-probs in `HostedGroup` processes."""
-
-    groups = ("inference",)
-
-    def __init__(self, workers: HostedGroup, sharder: BatchSharder, pause: Pause, seen: Outcome) -> None:
-        self._workers, self._sharder, self._pause, self._seen = workers, sharder, pause, seen
-
-    async def compute(self, samples: Sequence[Sample]) -> list[Scores]:
-        await self._pause()
-        self._seen.happened("s")
-        plan, batches = self._sharder.shard(samples)
-        ranks = self._sharder.dp_ranks
-        answers = await self._workers.call_each("compute", [(batches[rank],) for rank in ranks])
-        reported = {rank: results for rank, results in zip(ranks, answers, strict=True) if results is not None}
-        found = scores_of(plan, batches, [reported[rank] for rank in range(len(batches))], samples)
-        await self._pause()
-        return found
-
-
-class Learner(ActorGroup):
-    """Actor group that passes micro-batches without Ray's object store."""
+class Local(MegatronGroup):
+    """Group of `HostedGroup` processes, to which micro-batches go without Ray's object store, and with waits."""
 
     def __init__(
         self, workers: HostedGroup, sharder: BatchSharder, tracer: Tracer, pause: Pause, seen: Outcome
@@ -189,23 +169,37 @@ class Learner(ActorGroup):
         super().__init__(workers, sharder, tracer)  # type: ignore[arg-type]
         self._pause, self._seen = pause, seen
 
+    async def call_sharded(self, method: str, batches: Sequence[Sequence[MicroBatch]], *args: Any) -> list[Any]:
+        return await self.workers.call_each(method, [(batches[rank], *args) for rank in self._sharder.dp_ranks])
+
+
+class Scorer(Local, InferenceGroup):
+    """Inference group, and the scorer of a run without a critic."""
+
+    groups = ("inference",)
+
+    async def compute(self, samples: Sequence[Sample]) -> list[Scores]:
+        await self._pause()
+        self._seen.happened("s")
+        found = await super().compute(samples)
+        await self._pause()
+        return found
+
+
+class Learner(Local, ActorGroup):
+    """Actor group that trains."""
+
     async def accumulate(self, samples: Sequence[Sample], last: bool) -> list[Floats] | None:
         await self._pause()
         self._seen.happened("t")
-        plan, batches = self.shard(samples)
-        calls = [(batches[rank], last) for rank in self._sharder.dp_ranks]
-        answers = await self.workers.call_each("accumulate", calls)
+        found = await super().accumulate(samples, last)
         await self._pause()
-        return self._taken(samples, plan, batches, self._reported(answers))
+        return found
 
     async def apply(self) -> dict[str, float]:
         await self._pause()
         self._seen.happened("u")
         return await super().apply()
-
-    def shard(self, samples: Sequence[Sample]) -> tuple[Plan, list[list[MicroBatch]]]:
-        """Return the sample indices and the micro-batches of each data-parallel rank."""
-        return self._sharder.shard(samples)
 
 
 class NoDeaths:
@@ -286,18 +280,18 @@ def assemble(
         functools.partial(reward_group, score=rewards.score, tracer=Tracer("driver")),
         functools.partial(finish, config=config.algorithm, kl=kl),
     )
-    takes = InferenceGroup(workers["inference"], sharders["inference"], tracer)
+    inference = scorer(workers["inference"], sharders["inference"], tracer, pause, seen)
     pipeline = RolloutPipeline(
         make_scheduler(config),
         PromptSource(questions, config.trainer.seed, state.prompts if state else None),
         rollout,
-        scorer(workers["inference"], sharders["inference"], pause, seen),
+        inference,
         handlers,
         score_batch_size(config),
         devices,
         state.pipeline if state else None,
     )
-    follows = [takes] if scores_with_policy(config.algorithm) else []
+    follows = [inference] if scores_with_policy(config.algorithm) else []
     none = NoDeaths()
     absent: dict[str, Any] = {
         "search": NoSearch(),
@@ -309,7 +303,7 @@ def assemble(
     return Run(
         config=config,
         log=log,
-        groups=Groups(rollout, learner(workers["actor"], sharders["actor"], tracer, pause, seen), devices, takes),
+        groups=Groups(rollout, learner(workers["actor"], sharders["actor"], tracer, pause, seen), devices, inference),
         pipeline=pipeline,
         weights=sync(workers["actor"], [rollout], config.cluster, run_dir, tracer, follows, activated=pipeline.publish),
         rewards=rewards,

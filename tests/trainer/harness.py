@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
@@ -19,7 +21,8 @@ from rlsys.config.schema import (
 )
 from rlsys.trainer.actor import Actor, Objective
 from rlsys.trainer.batches import MicroBatch, collate
-from rlsys.trainer.export import WeightSender
+from rlsys.trainer.export import Export, WeightSender
+from rlsys.trainer.log_prob import LogProbWorker
 from rlsys.weights.bucket import Bucket, unpack
 from rlsys.weights.transport import TransportSpec, open_receiver, open_sender
 from tests.support.megatron_processes import Group
@@ -68,16 +71,16 @@ def shared_memory(rank: int, bucket_bytes: int) -> TransportSpec:
     return TransportSpec(SyncMode.tensor, rank, members, bucket_bytes, 120.0, Device.cpu, None, "")
 
 
-def export(worker: WeightSender, bucket_bytes: int, base: str = "") -> list[Bucket]:
+def export(worker: WeightSender, bucket_bytes: int, base: str = "", again: bool = False) -> list[Bucket]:
     """Return all exported buckets on rank 0, none elsewhere; `base` is a part of their digest.
 
-    Like the driver, ask for the next bucket once all ranks have answered.
+    With `again` they are those of the last export. Like the driver, ask for the next bucket once all ranks have answered.
     """
     buckets: list[Bucket] = []
     first = worker.coords.rank == 0
     sender = open_sender(shared_memory(0, bucket_bytes)) if first else None
     receiver = open_receiver(shared_memory(1, bucket_bytes))
-    running = worker.export(bucket_bytes, sender)
+    running = worker.export(bucket_bytes, sender, again)
     while True:
         handle = running.next()
         dist.barrier()
@@ -92,9 +95,18 @@ def export(worker: WeightSender, bucket_bytes: int, base: str = "") -> list[Buck
             sender.release(len(buckets))
 
 
-def weights_of(worker: WeightSender) -> dict[str, Tensor]:
-    """Every exported tensor by name, on rank 0."""
-    return {r.name: tensor.clone() for bucket in export(worker, 500_000) for r, tensor in unpack(bucket)}
+def weights_of(worker: WeightSender, again: bool = False) -> dict[str, Tensor]:
+    """Every exported tensor by name, on rank 0; with `again` those of the last export."""
+    return {r.name: tensor.clone() for bucket in export(worker, 500_000, again=again) for r, tensor in unpack(bucket)}
+
+
+def weights_in(worker: LogProbWorker) -> dict[str, Tensor]:
+    """Every tensor of the policy of an inference worker by name, on rank 0."""
+    assert worker._policy is not None
+    sends: Any = SimpleNamespace(coords=worker.coords)
+    sends.export = lambda size, sender, _: Export(worker._policy, lambda: None, worker._export_group, size, sender)
+    base = worker._policy.sent_beside
+    return {r.name: tensor.clone() for bucket in export(sends, 500_000, base) for r, tensor in unpack(bucket)}
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from rlsys.weights.weight_map import Cut
 from tests.support.megatron_processes import Group
 from tests.support.tensors import digest_of
 from tests.trainer import reference
-from tests.trainer.harness import Layout, export, local_model, make_actor, weights_of
+from tests.trainer.harness import Layout, export, local_model, make_actor, weights_in, weights_of
 
 STEPS = [reference.make_batches(4, seed=step) for step in range(3)]
 RATES = [5e-3] * len(STEPS)
@@ -62,6 +62,7 @@ def train_and_score(group: Group, layout: Layout, lora: LoraConfig, model: Path,
     for batches in STEPS:
         actor.accumulate(mine(batches, layout, actor.coords.dp))
         results["applied"].append(actor.apply())
+    results["again"] = weights_of(actor, again=True)
     shared = [entry.name for entry in actor._policy.adapter_entries if entry.rule.cut is Cut.WHOLE]
     results["shared"] = {name: actor._policy.parameters[name].detach().clone() for name in shared}
     results["state"] = sum(tensor.numel() for state in actor._optimizer._members for tensor in _moments(state))
@@ -112,8 +113,7 @@ def sent_alone(group: Group, layout: Layout, lora: LoraConfig, models: list[Path
             worker.take_bucket(bucket)
         if model == models[0]:
             worker.finish_update(1, box[1])
-            worker._exports_policy = True
-            results["inference"] = tensors_in(export(worker, 8_000, digest))
+            results["inference"] = weights_in(worker)
         else:
             with pytest.raises(ChecksumError):
                 worker.finish_update(1, box[1])

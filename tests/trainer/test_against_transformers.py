@@ -90,6 +90,8 @@ def _in_group(group: Group, layout: Layout, model: Path, family: str | None) -> 
         filler = layout.filler or collate([], pad_id=0, multiple_of=4, packed=bool(step % 2))
         for piece in (mine[:step], [*mine[step : step + 1], filler], mine[step + 1 :]):
             actor.accumulate(piece)
+            if step == 1:
+                results["again"] = weights_of(actor, again=True)
         results["applied"].append(actor.apply())
     buckets = export(actor, largest_tensor_bytes(read_architecture(model, family), Dtype.float32))
     assert group.rank or len(buckets) > 3
@@ -159,6 +161,7 @@ def check_training(layout: Layout, model: Path, family: str | None = None) -> No
     assert first["initial"].keys() == expected.keys()
     for name, tensor in expected.items():
         assert torch.equal(first["initial"][name], tensor), name
+        assert torch.equal(first["again"][name], tensor), "the export is repeated within a later step"
 
     rates = [learning_rate(step, TOTAL_STEPS, OPTIMIZER) for step in range(STEPS)]
     trained, norms = reference.train(model, _steps(), OPTIMIZER, rates)

@@ -80,6 +80,7 @@ def test_training_scoring_and_merged_weights_equal_peft(case: str, tmp_path: Pat
     first, base = ranks[0], reference.named_tensors(reference.load(model))
     _check_initial(first["initial"], base)
     _check_export(first["loaded"], theirs, base, 1e-6)
+    assert all(torch.equal(first["again"][name], tensor) for name, tensor in first["loaded"].items())
 
     norms = reference.train_model(theirs, STEPS, OPTIMIZER, RATES)
     assert min(norms) > OPTIMIZER.clip_grad, "clipping must take effect"

@@ -19,7 +19,7 @@ from tests.support import tiny_configs
 from tests.support.megatron_processes import HostedGroup, pool, rendezvous
 from tests.support.tensors import digest_of, pack
 from tests.trainer import reference
-from tests.trainer.harness import local_model, weights_of
+from tests.trainer.harness import local_model, weights_in, weights_of
 
 ONE = ParallelConfig()
 LAYOUTS = {
@@ -87,10 +87,14 @@ class SelfUpdatingWorker(LogProbWorker):
         self.begin_save(folder)
         self.finish_save()
 
-    def exported(self, policy: bool = False) -> dict[str, np.ndarray]:
-        """Exported tensors of the reference or the policy in float32; empty on ranks other than 0."""
-        self.begin_export(policy)
+    def exported(self) -> dict[str, np.ndarray]:
+        """Exported tensors of the reference in float32; empty on ranks other than 0."""
+        self.begin_export()
         return {name: tensor.float().numpy() for name, tensor in weights_of(self).items()}
+
+    def policy(self) -> dict[str, np.ndarray]:
+        """Tensors of the policy in float32; empty on ranks other than 0."""
+        return {name: tensor.float().numpy() for name, tensor in weights_in(self).items()}
 
     def convert(self, checkpoint: str, out: str) -> None:
         """Leave the process group and convert the checkpoint; no other call may follow."""
@@ -113,8 +117,8 @@ async def start(layout: str, model: str, *more: Any) -> HostedGroup:
     return group
 
 
-async def reference_of(group: HostedGroup, policy: bool = False) -> dict[str, Tensor]:
-    return {name: torch.tensor(value) for name, value in (await group.call("exported", policy))[0].items()}
+async def reference_of(group: HostedGroup) -> dict[str, Tensor]:
+    return {name: torch.tensor(value) for name, value in (await group.call("exported"))[0].items()}
 
 
 def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
@@ -216,7 +220,8 @@ async def test_each_version_updates_the_reference_once_by_its_plan(
 async def test_worker_without_a_reference_returns_nothing_of_one(model: str) -> None:
     group = await start("one", model, None)
     await group.call("updates", 1, 1)
-    assert same(await reference_of(group, policy=True), policy(model, 1, Dtype.float32)), "the policy, bit for bit"
+    found_policy = {name: torch.tensor(value) for name, value in (await group.call("policy"))[0].items()}
+    assert same(found_policy, policy(model, 1, Dtype.float32)), "bit for bit"
     ((found,),) = await group.call("compute", reference.make_batches(1))
     assert found.reference is found.picks is None
 

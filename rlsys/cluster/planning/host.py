@@ -5,6 +5,7 @@
               Megatron rank (gradients are zero and not copied), and the weights of the engines
     staged    one copy of the model per engine, from a push to its activation; on its device with sync_mode=ipc, unless
               the engine sleeps
+    repeats   one copy of the weights that the actor pushed last, for processes that start again; not in colocated runs
     buckets   weight buckets in the host memory of sender and receivers
     saved     the copy of each Megatron rank's share of a checkpoint, from which the checkpoint is written
     shared    space in /dev/shm: on a CPU, an engine passes each staged bucket to SGLang's processes there, and the previous
@@ -16,10 +17,18 @@ Not counted: the processes themselves, and the files of models and checkpoints i
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import inf
 
-from rlsys.cluster.planning.memory import GIB, engine_weights_bytes, group_memory, saved_bytes
+from rlsys.cluster.planning.memory import (
+    BYTES,
+    GIB,
+    engine_weights_bytes,
+    group_memory,
+    saved_bytes,
+    trained_parameters,
+)
 from rlsys.cluster.planning.placement import parse_placement
 from rlsys.config.derived import has_critic, megatron_groups
 from rlsys.config.schema import Device, Mode, RunConfig, SyncMode
@@ -42,6 +51,7 @@ class HostMemory:
     groups: float = 0.0
     pinned: float = 0.0
     staged: float = 0.0
+    repeats: float = 0.0
     buckets: float = 0.0
     saved: float = 0.0
     shared: float = 0.0
@@ -49,13 +59,20 @@ class HostMemory:
     @property
     def total(self) -> float:
         """All bytes except `shared`."""
-        return self.groups + self.pinned + self.staged + self.buckets + self.saved
+        return self.groups + self.pinned + self.staged + self.repeats + self.buckets + self.saved
 
 
 def stages_in_host(config: RunConfig) -> bool:
     """True if engines stage pushed weights in host memory."""
     on_device = config.cluster.sync_mode is SyncMode.ipc and config.cluster.mode is Mode.disaggregated
     return not on_device
+
+
+def _exporting(config: RunConfig, ranks: Sequence[int]) -> list[int]:
+    """Return the actor's ranks that hold the weights which it pushes (`MeshCoordinates.exports`)."""
+    parallel = config.actor.parallel
+    in_stage = len(ranks) // parallel.pp
+    return [rank for number, rank in enumerate(ranks) if number % in_stage < max(parallel.tp, parallel.ep)]
 
 
 def host_memory(config: RunConfig, model: Architecture) -> HostMemory:
@@ -76,6 +93,11 @@ def host_memory(config: RunConfig, model: Architecture) -> HostMemory:
             here.pinned += sum(memory.parts.get(part, 0.0) for part in offloaded) if away else 0.0
             here.buckets += bucket * _RECEIVED[cluster.sync_mode] * (name == "inference")
             here.saved += 0.0 if name == "rollout" else saved_bytes(config, model, name) / len(ranks[name])
+    exporting = _exporting(config, sorted(ranks["actor"])) if cluster.mode is Mode.disaggregated else []
+    for rank in exporting:
+        machines[rank // per_machine].repeats += (
+            trained_parameters(config, model) * BYTES[config.model.dtype] / len(exporting)
+        )
     machines[ranks["actor"][0] // per_machine].buckets += bucket * _SENT[cluster.sync_mode]
     copy = engine_weights_bytes(config, model) * tp if stages_in_host(config) else 0.0
     for first in sorted(ranks["rollout"])[::tp]:

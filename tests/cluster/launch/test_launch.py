@@ -153,7 +153,8 @@ def test_machines_say_why_a_run_has_ended_and_leave_nothing(
 ) -> None:
     settings = ["--no-preflight", PLAIN_ENGINE, "trainer.steps=200"]
     launched = [Launched(hosts, rank, tmp_path, *settings) for rank in (0, 1)]
-    wait_until(lambda: list(tmp_path.glob("outputs/*/logs/nodes/*/1/ray/raylet.out")), *launched)
+    for pattern in ("nodes/*/1/ray/raylet.out", "actor-0.log"):  # The run has its devices on both machines.
+        wait_until(lambda: list(tmp_path.glob(f"outputs/*/logs/{pattern}")), *launched)  # noqa: B023
     end(*launched)
     for one, status, said in zip(launched, statuses, (head_says, worker_says), strict=True):
         assert one.wait() == status, one.said()

@@ -65,8 +65,8 @@ async def until_all_serve(pool: EnginePool, count: int) -> None:
     unsubscribe()
 
 
-@pytest.mark.parametrize(("mode", "copies"), [("broadcast", True), ("tensor", True), ("disk", False)])
-async def test_killed_and_stopped_engines_come_back(mode: str, copies: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("mode", ["broadcast", "tensor", "disk"])
+async def test_killed_and_stopped_engines_come_back(mode: str, tmp_path: Path) -> None:
     config = load_config("searchr1_tiny_cpu", [*SETTINGS, f"cluster.sync_mode={mode}"])
 
     async def built(_: str) -> None: ...
@@ -75,10 +75,7 @@ async def test_killed_and_stopped_engines_come_back(mode: str, copies: bool, tmp
         await build_groups(config, workers, built)
         pool = EnginePool(workers["rollout"], config, Tracer("rollout"), [])
         inference: Any = InferenceGroup(workers["inference"], None, Tracer("inference"))  # type: ignore[arg-type]
-        copier = workers["inference"] if copies else None
-        sync = WeightSync(
-            workers["actor"], [pool], config.cluster, tmp_path, Tracer("driver"), [inference], copies=copier
-        )
+        sync = WeightSync(workers["actor"], [pool], config.cluster, tmp_path, Tracer("driver"), [inference])
         start = partial(restart_engine, workers["rollout"], config=config)
         faults = FaultLog(tmp_path / "faults.jsonl")
         watching = asyncio.ensure_future(

@@ -124,7 +124,7 @@ class Exporter(WeightSender):
     def to_send(self, version: int) -> None:
         self.version = version
 
-    def export(self, _bucket_bytes: int, sender: Any) -> Any:
+    def export(self, _bucket_bytes: int, sender: Any, _again: bool) -> Any:
         checksums: dict[str, str] = {}
         buckets = iter(tensors_of(self.version))
 

@@ -33,22 +33,25 @@ from tests.orchestrator.pipeline.workers import Engine, Engines, Play
 
 
 class _Sender:
-    """Worker group that sends weights; a transfer takes a while."""
+    """Actor that sends weights, or those of the last transfer again; a transfer takes a while."""
 
     driver_host = ""
 
-    def __init__(self, name: str, script: Script, digest: Callable[[], str], receivers: dict[Engine, None]) -> None:
-        """`digest` is that of the weights that the group has now. `receivers` are the engines that stage them."""
-        self.name, self.ranks = name, (SimpleNamespace(name=f"{name} rank 0"),)
-        self._script, self._digest, self._receivers, self._begun = script, digest, receivers, ""
+    def __init__(self, script: Script, digest: Callable[[], str], receivers: dict[Engine, None]) -> None:
+        """`digest` is that of the weights that the actor has now. `receivers` are the engines that stage them."""
+        self.name, self.ranks = "actor", (SimpleNamespace(name="actor rank 0"),)
+        self._script, self._digest, self._receivers = script, digest, receivers
+        self._begun, self._again = "", False
 
-    async def call(self, method: str, *_: Any, **_limits: Any) -> list[Any]:
+    async def call(self, method: str, *args: Any, **_limits: Any) -> list[Any]:
         """Answer a call of the weight sync; there are no buckets."""
         if method == "begin_export":
-            self._begun = self._digest()
+            (self._again,) = args
+            self._begun = self._begun if self._again else self._digest()
             await self._script.pause("update")
         if method == "end_export":
-            sent = self._begun if self._begun == self._digest() else "weights of two moments"
+            whole = self._again or self._begun == self._digest()
+            sent = self._begun if whole else "weights of two moments"
             for engine in self._receivers:
                 engine.staged = sent
             self._receivers.clear()
@@ -74,8 +77,6 @@ class PooledEngines(Engines):
         super().__init__(script, record)
         self._stillborn: set[int] = set()
         """Lives of members whose processes die while they start."""
-        self._pushed = ""
-        """Digest of the weights that were pushed last."""
         self._receivers: dict[Engine, None] = {}
         """Engines that take part in the current transfer."""
 
@@ -88,13 +89,11 @@ class PooledEngines(Engines):
             cluster=ClusterConfig(device=Device.cpu, restarts=script.restarts),
         )
         tracer = Tracer("driver", clock=lambda: 0)
-        sender: Any = _Sender("actor", script, self._of_actor, self._receivers)
-        holder: Any = _Sender("inference", script, lambda: self._pushed, self._receivers)
-        copies = holder if script.copies else None
+        sender: Any = _Sender(script, self._of_actor, self._receivers)
         workers: Any = self
         self.pool = EnginePool(workers, config, tracer, [])
         self.pool.engines.subscribe(lambda _: wake())
-        self.sync = WeightSync(sender, [self.pool], config.cluster, Path(), tracer, copies=copies)
+        self.sync = WeightSync(sender, [self.pool], config.cluster, Path(), tracer)
         budget, faults = Restarts(config.cluster, lambda: 0.0), _Faults()
         self.supervisor = Supervisor(
             self.pool, self.sync, self._restart, faults, config, budget, {}, lambda: 0.0  # type: ignore[arg-type]
@@ -132,7 +131,6 @@ class PooledEngines(Engines):
 
     async def push(self, version: int) -> None:
         await self.sync.push(version)
-        self._pushed = self._of_actor()
 
     async def switch(self, version: int) -> None:
         await self.sync.activate(version)

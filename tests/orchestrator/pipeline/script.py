@@ -87,8 +87,6 @@ class Script:
     """True for the real engine pool, weight sync and supervisor in front of the engines."""
     restarts: int = 0
     """Engines that are started again, if they are pooled."""
-    copies: bool = False
-    """True if the inference group holds the last version, and sends it to an engine that is started again."""
     poisoned: frozenset[str] = frozenset()
     """Questions whose groups are always lost."""
     ending: str = "finish"

@@ -62,12 +62,7 @@ DIES: dict[str, Any] = {"pooled": True, "last_may_die": True, "restarts": 2}
             search(**DIES, sizes=(2,), steps=1, slots=1, deaths=[(1.0, 0)]),
         ),
         Exhibit(
-            "a newcomer", "is not told of a push", WeightSync.push, "self._push_begun.set()", "pass", "",
-            search(**DIES, sizes=(1,), engines=1, deaths=[(1.0, 0)]),
-        ),
-        Exhibit(
-            "a newcomer", "takes weights of two moments", WeightSync._resend,
-            "sent.digest != pushed.digest", "not sent.digest", "",
+            "a newcomer", "takes the weights of a step", WeightSync._resend, "again=True", "again=False", "",
             search(**DIES, sizes=(1,), engines=1, deaths=[(1.0, 0)]),
         ),
     ],
