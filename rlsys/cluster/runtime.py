@@ -179,7 +179,8 @@ async def answer(ask: Callable[[], T], timeout_s: float = ANSWER_S) -> T:
     Raises RunError on timeout or if the query fails.
     """
     try:
-        return await asyncio.wait_for(asyncio.wrap_future(_asked(ask)), timeout_s)
+        async with asyncio.timeout(timeout_s):
+            return await asyncio.wrap_future(_asked(ask))
     except TimeoutError:
         why = f"has not responded for {timeout_s:.0f} s"
     except (ray.exceptions.RayError, RuntimeError, OSError) as problem:

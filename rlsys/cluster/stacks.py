@@ -200,7 +200,8 @@ async def _stacks_at(task: Any, node: Mapping[str, Any], logs: str) -> dict[str,
     host = node["NodeManagerHostname"]
     try:
         ref = task.options(scheduling_strategy=there).remote(logs)
-        texts: dict[str, str] = await asyncio.wait_for(asyncio.wrap_future(ref.future()), MACHINE_S)
+        async with asyncio.timeout(MACHINE_S):
+            texts: dict[str, str] = await asyncio.wrap_future(ref.future())
     except (TimeoutError, ray.exceptions.RayError) as problem:
         why = str(problem) or f"it did not answer within {MACHINE_S:.0f} s"
         return {f"machine-{_plain(host)}": f"The stacks of the processes on {host} are unknown: {why}\n"}

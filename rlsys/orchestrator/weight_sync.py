@@ -280,7 +280,8 @@ class WeightSync:
     async def _last_switch(self, version: int) -> None:
         limit = self._cluster.call_timeout_s
         try:
-            await asyncio.wait_for(self._switched.wait(), limit)
+            async with asyncio.timeout(limit):
+                await self._switched.wait()
         except TimeoutError:
             assert self._transferred is not None
             raise RunError(

@@ -153,7 +153,8 @@ async def _events(run: LiveRun, closing: asyncio.Event) -> AsyncIterator[ServerS
             known = version
             yield ServerSentEvent(event="change", data={})
         with suppress(TimeoutError):
-            await asyncio.wait_for(closing.wait(), POLL_S)
+            async with asyncio.timeout(POLL_S):
+                await closing.wait()
 
 
 def _json(value: Any) -> str:

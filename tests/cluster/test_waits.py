@@ -68,6 +68,26 @@ def test_a_run_does_not_wait_for_devices_of_a_machine_that_has_left(monkeypatch:
     assert list(answers) == [False], "found at once"
 
 
+async def test_interrupt_that_comes_with_an_answer_is_not_lost() -> None:
+    """The thread has answered, and its answer waits for the event loop when the task is cancelled."""
+    begun, go = threading.Event(), threading.Event()
+
+    def ask() -> int:
+        begun.set()
+        go.wait()
+        return 1
+
+    task = asyncio.ensure_future(answer(ask))
+    await asyncio.to_thread(begun.wait)
+    go.set()
+    for thread in threading.enumerate():
+        if thread.name == "asks-ray":
+            thread.join()
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+
+
 def test_death_of_a_process_of_ray_is_found_and_named() -> None:
     started = {name: subprocess.Popen(["sleep", "3600"]) for name in ("gcs_server", "raylet")}
     watch = RayWatch({name: psutil.Process(process.pid) for name, process in started.items()})

@@ -165,7 +165,8 @@ async def rlsys_command(arguments: Sequence[str]) -> AsyncIterator[Process]:
         if process.returncode is None:
             process.terminate()
             with suppress(TimeoutError):
-                await asyncio.wait_for(process.wait(), PATIENCE_S)
+                async with asyncio.timeout(PATIENCE_S):
+                    await process.wait()
         if process.returncode is None:
             os.killpg(process.pid, signal.SIGKILL)
             await process.wait()
