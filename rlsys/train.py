@@ -48,8 +48,8 @@ async def train(
 ) -> dict[str, Any]:
     """Train `config` to its last step, resuming from `origin` if given. Return the contents of `summary.json`.
 
-    All files go to `run_dir`; `opened` opens the run. If a Megatron process dies or hangs, the run goes back to its last
-    checkpoint.
+    All files go to `run_dir`; `opened` opens the run. If a Megatron process dies or hangs that cannot
+    be started again alone, the run goes back to its last checkpoint.
     """
     async with opened(config, run_dir, origin) as session:
         while True:

@@ -82,7 +82,7 @@ def local_ray(stop: Callable[[], None], patience_s: float = PATIENCE_S) -> Itera
             late.start()
             stop()
             late.cancel()
-            end({*before, *descendants()}.difference(*map(_family, strangers)))
+            end({*before, *descendants()}.difference(*map(family, strangers)))
 
 
 def require_token(environment: Mapping[str, str], *, make: bool) -> dict[str, str]:
@@ -129,7 +129,7 @@ def descendants() -> list[psutil.Process]:
     return [child for child in psutil.Process().children(recursive=True) if not _is_helper(child)]
 
 
-def _family(process: psutil.Process) -> list[psutil.Process]:
+def family(process: psutil.Process) -> list[psutil.Process]:
     """Return a process and its descendants."""
     try:
         return [process, *process.children(recursive=True)]

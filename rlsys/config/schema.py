@@ -620,8 +620,9 @@ class ClusterConfig:
     address: str | None = None
     """Address of a running Ray cluster; null starts a local one for the run and stops it afterwards."""
     max_engines: Annotated[Count, Unit("engines")] | None = None
-    """Number of engines up to which more join by themselves while the Ray cluster has free devices, such as those of a
-    machine that joins it; null adds none. On request at most as many join too."""
+    """Number of engines up to which more join by themselves as soon as the Ray cluster has devices for them, such as those of
+    a machine that joins it; Ray is asked for devices, which an autoscaler sees. On request at most as many join too. null
+    adds none."""
     threads: Annotated[Count, Unit("threads")] | None = None
     """CPU threads of each worker process, and of a search server that the run starts. null: 8 for a worker on a GPU, 1 for
     a worker on a CPU, all cores for a search server."""
@@ -629,10 +630,10 @@ class ClusterConfig:
     """Time limit for Ray to provide the devices and for all workers of a group to be ready."""
     call_timeout_s: Seconds = 1800.0
     """Time limit of one call to a worker. On expiry, an engine is dead if it does not answer a ping either, and hangs if it
-    does. After a Megatron process the run goes back to its last checkpoint. In all other cases it ends and names the workers. With the
-    async schedule, the limit must exceed `rollout.episode_timeout_s` if an update waits for episodes (`on_update=finish`;
-    for each round, if an engine cannot run all episodes of a group at a time) or for their turns (an engine that cannot
-    continue them)."""
+    does. The inference group is started again; after another Megatron process the run goes back to its last checkpoint. In
+    all other cases it ends and names the workers. With the async schedule, the limit must exceed
+    `rollout.episode_timeout_s` if an update waits for episodes (`on_update=finish`; for each round, if an engine cannot run
+    all episodes of a group at a time) or for their turns (an engine that cannot continue them)."""
     stage_timeout_s: StageTimeouts = field(default_factory=StageTimeouts)
     sync_mode: SyncMode = SyncMode.tensor
     sync_bucket_bytes: Annotated[Count, Unit("bytes")] = 2 * 1024**3

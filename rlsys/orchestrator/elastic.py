@@ -208,13 +208,14 @@ class Elastic:
         say(f"engine {number} starts, and gets the weights")
         return f"engine {number} joined {await self._joined(one, began)}."
 
-    async def _joined(self, one: Member, began: float) -> str:
+    async def _joined(self, one: Member, began: float, stays: bool = False) -> str:
         """Wait until an invited engine serves, record it, and return with what it serves and after how long.
 
-        Raises RunError or UserError, and gives back its devices, if it cannot start.
+        Raises RunError or UserError, and gives back its devices, if it cannot start. On cancellation it remains a member only
+        if it `stays`.
         """
         try:
-            version = await self._supervisor.joined(one)
+            version = await self._supervisor.joined(one, stays)
         except (RunError, UserError):
             await self._release(one.engine)
             raise
@@ -233,21 +234,20 @@ class Elastic:
             )
         members, new, most = self._engines.members.of_engine, self._new, self._config.cluster.max_engines
         free = [number for number in range(new + 1) if number not in members]
-        if most is not None and (free[0] if engine is None else engine) >= most:
-            raise UserError(
-                f"no more engines can join, because cluster.max_engines={most}: let one leave first.",
-                code="out_of_range",
-                key="cluster.max_engines",
-            )
-        if engine is None:
-            return free[0]
-        if engine in members:
+        if engine is not None and engine in members:
             raise UserError(f"engine {engine} is in the run already.", code="exists", key="ENGINE")
-        if engine not in free:
+        if engine is not None and engine not in free:
             raise UserError(
                 f"engine {engine} cannot join: the next new engine is {new}.", code="out_of_range", key="ENGINE"
             )
-        return engine
+        number = free[0] if engine is None else engine
+        if most is not None and number >= most:
+            raise UserError(
+                f"engine {number} cannot join, because cluster.max_engines={most}: let another one leave first.",
+                code="out_of_range",
+                key="cluster.max_engines",
+            )
+        return number
 
     @property
     def _new(self) -> int:
@@ -256,9 +256,9 @@ class Elastic:
 
     @property
     def _grows_by(self) -> tuple[int, ...]:
-        """Engine that joins by itself as soon as it has devices: none that has left, was given up or could not start."""
-        most = self._config.cluster.max_engines
-        return (self._new,) if most is not None and self._new < most else ()
+        """Engine that joins by itself as soon as it has devices; none while one that has left or was given up is absent."""
+        most, here = self._config.cluster.max_engines, {*self._engines.members.of_engine, *self._supervisor.displaced}
+        return (self._new,) if most is not None and len(here) == self._new < most else ()
 
     async def _find_devices(self, number: int) -> None:
         """Reserve devices for an engine. Raises UserError if none are free."""
@@ -324,9 +324,12 @@ class Elastic:
                     tasks.create_task(self._grow(self._supervisor.invite(engine)))
 
     async def _grow(self, one: Member) -> None:
-        """Wait for an additional engine that is started; if it cannot start, the run goes on without it."""
+        """Wait for an additional engine that is started; if it cannot start, the run goes on without it.
+
+        If the run goes back meanwhile, it is started again.
+        """
         try:
-            await self._joined(one, self._clock())
+            await self._joined(one, self._clock(), stays=True)
         except (RunError, UserError) as problem:
             fault = self._faults.begin(f"engine {one.engine}", FaultKind.died, str(problem).partition("\n")[0])
             self._faults.end(fault, Outcome.given_up, "it was starting in addition to the others")

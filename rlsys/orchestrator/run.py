@@ -5,9 +5,9 @@
 stop their parts in reverse order: no process survives and all records are on disk.
 
 If a process of the inference group dies or hangs, that group is started again and gets the weights that the actor pushed
-last. After the loss of any other Megatron process, `Session.go_back` kills all of them, and the next `opened` starts them
-again and restores everything from the last checkpoint, as a resume does. Engines and search server go on; the engines get the
-weights of the checkpoint by the weight sync.
+last. If that is not possible (`Session.let_recover`), or after the loss of another Megatron process, `Session.go_back` kills
+all of them, and the next `opened` starts them again and restores everything from the last checkpoint, as a resume does.
+Engines and search server go on; the engines get the weights of the checkpoint by the weight sync.
 """
 
 from __future__ import annotations
@@ -527,25 +527,28 @@ class Session:
     ) -> None:
         """Start the inference group again after `lost`; with `updated`, send it the last version.
 
-        Raises `lost` if no restart is left or if it cannot start, and the run goes back.
+        Raises `lost` if no restart is left or if it cannot start, and the run goes back. Raises RunError if Ray has died, or
+        if the group refuses the version.
         """
+        self.ray.require_alive()  # Without Ray no process can be started again.
         if await answer(group.workers.seats.stranded) or not self._restarts.take():
             raise lost
-        fault = self._begin(lost)
+        fault, how, outcome = self._begin(lost), "it could not be started again", Outcome.given_up
         try:
             with status.stage("starts again", "inference"):
                 group.workers.restart()
-                await launch_megatron(group.workers, "inference", self.config)
-            held = scores_with_policy(self.config.algorithm)
-            group.started(loaded=not held)
-            if held and updated:
-                await weights.catch_up(group)
-        except BaseException as problem:
-            self._fault = fault  # Which ends when the run has gone back, or is the last one of the run.
-            if isinstance(problem, Exception):
-                raise lost from problem
-            raise
-        self.faults.end(fault, Outcome.recovered, "the inference group has been started again")
+                try:
+                    await launch_megatron(group.workers, "inference", self.config)
+                except (RunError, UserError) as problem:
+                    self._restarts.give_back()  # Going back takes it.
+                    raise lost from problem
+                held = scores_with_policy(self.config.algorithm)
+                group.started(loaded=not held)
+                if held and updated:
+                    await weights.catch_up(group)
+            how, outcome = "the inference group has been started again", Outcome.recovered
+        finally:
+            self.faults.end(fault, outcome, how)
 
     def _begin(self, lost: RankLost) -> Fault:
         """Record the fault of a Megatron process."""

@@ -107,10 +107,11 @@ class Supervisor:
         self._engines.change(members)
         return one
 
-    async def joined(self, one: Member) -> int:
+    async def joined(self, one: Member, stays: bool = False) -> int:
         """Wait until a member that was invited serves; return its first weight version.
 
-        Raises RunError or UserError if it could not start, which uses up no restart. On cancellation it is removed.
+        Raises RunError or UserError if it could not start, which uses up no restart. On cancellation it is removed, unless it
+        `stays`.
         """
         joined, gone = self._invited[one.life], self._engines.gone(one)
         ends: list[asyncio.Future[Any]] = [joined, gone]
@@ -121,7 +122,7 @@ class Supervisor:
             return joined.result()
         finally:
             del self._invited[one.life]
-            if not joined.done() and not gone.done():
+            if not (joined.done() or gone.done() or stays):
                 self._engines.remove(one, "its start was given up")
             joined.cancel()
 

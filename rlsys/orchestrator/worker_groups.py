@@ -318,7 +318,7 @@ class InferenceGroup(MegatronGroup):
     """Computes log-probs and holds the reference policy, which `reference` saves and loads.
 
     Invariants: no `compute` overlaps an update, which lasts from `begin_update` to the end of `finish_update`. Processes that
-    have been started again compute nothing before their first update.
+    have been started again compute nothing before they have the weights.
     """
 
     def __init__(self, workers: WorkerGroup, sharder: BatchSharder, tracer: Tracer) -> None:

@@ -328,10 +328,8 @@ class Actor(Learner, WeightSender):
             raise RuntimeError("The actor keeps no copy of its exports.")
         if not again:
             self._gather()
-            if self._exported is not None:
-                self._exported.take()
-        require, copies = partial(self._require, "export"), self._exported if again else None
-        return Export(self._policy, require, self._export_group, bucket_bytes, sender, copies)
+        require = partial(self._require, "export")
+        return Export(self._policy, require, self._export_group, bucket_bytes, sender, self._exported, again)
 
     def end_step(self, version: int) -> None:
         """Let the actor's own reference follow the policy, which is now at `version`; no-op without a reference."""

@@ -39,6 +39,7 @@ from rlsys.config.schema import SyncMode
 from rlsys.errors import RunError, UserError
 from rlsys.trainer.mesh import MeshCoordinates
 from rlsys.trainer.model.stage_model import PolicyModel, StageModel, ValueModel
+from rlsys.trainer.offload import HostBlocks
 from rlsys.weights.bucket import Bucket, BucketFullError, Memory, digest, pack_into
 from rlsys.weights.checkpoint.adapters import BaseModel
 from rlsys.weights.hf_io import HfReader, check_repeated
@@ -207,7 +208,7 @@ class WeightSender(ABC):
     def export(self, bucket_bytes: int, sender: Sender | None, again: bool = False) -> Export:
         """Begin an export on all ranks together; the weights must not change until it ends.
 
-        With `again` it is the last one, bit for bit, and the weights may have changed and may change. `sender` is set on rank 0 and, with `ipc`, on the first rank of every stage; it is None on other ranks.
+        With `again`, the last export is repeated bit for bit, also if training has changed the weights since. `sender` is set on rank 0 and, with `ipc`, on the first rank of every stage; it is None on other ranks.
         """
 
     def open_export(self, spec: TransportSpec) -> float | None:
@@ -255,36 +256,72 @@ class WeightSender(ABC):
 
 
 class ExportedWeights:
-    """Copies, in host memory, of what an export reads of a model that trains on."""
+    """Copies, in host memory, of what an export reads of a model that trains on.
+
+    They are made bucket by bucket, on the stream that packs the buckets, and lie in a few blocks: torch would round a pinned
+    tensor of each parameter up to a power of two.
+    """
 
     def __init__(self, model: PolicyModel) -> None:
-        self._model = model
-        self._copies: dict[str, Tensor] = {}
-        """Name of a parameter that training changes -> its copy."""
+        self._model, self._blocks = model, HostBlocks()
+        self._read = _parameters_read(model)
+        self._pieces: dict[str, list[Tensor]] = {}
+        """Name of a parameter -> the pieces of its copy, [bytes] each."""
 
-    def take(self) -> None:
-        """Copy the current weights of this process, if it takes part in exports."""
-        if not self._model.coords.exports:
-            return
-        for name, parameter in self._model.trainable.items():
-            if name not in self._copies:
-                self._copies[name] = torch.empty_like(parameter, device="cpu", pin_memory=parameter.is_cuda)
-            self._copies[name].copy_(parameter.detach(), non_blocking=True)
-        if self._model.device.type == "cuda":
-            torch.cuda.synchronize(self._model.device)
+    def take(self, entries: Sequence[Entry]) -> None:
+        """Copy the current weights of `entries`."""
+        if not self._pieces:
+            pairs = self._blocks.pieces([_flat_bytes(one.data) for one in self._read.values()])
+            for name, parameter in self._read.items():
+                self._pieces[name], left = [], parameter.nbytes
+                while left:
+                    self._pieces[name].append(next(pairs)[0])
+                    left -= len(self._pieces[name][-1])
+        for name in self._names(entries):
+            for host, device in self._halves(name, self._read[name].data):
+                host.copy_(device, non_blocking=True)
 
     @contextmanager
     def in_place(self, entries: Sequence[Entry]) -> Iterator[None]:
-        """Give the model the copies of `entries` and of all adapters during the body."""
-        names = {entry.name for entry in [*entries, *self._model.adapter_entries]} & self._copies.keys()
-        current = {name: self._model.parameters[name].data for name in names}
-        for name in names:
-            self._model.parameters[name].data = self._copies[name].to(self._model.device)
+        """Give the model the copies of `entries` during the body."""
+        current = {name: self._read[name].data for name in self._names(entries)}
+        for name, data in current.items():
+            copied = torch.empty_like(data)
+            for host, device in self._halves(name, copied):
+                device.copy_(host, non_blocking=True)
+            self._read[name].data = copied
         try:
             yield
         finally:
             for name, data in current.items():
-                self._model.parameters[name].data = data
+                self._read[name].data = data
+
+    def _names(self, entries: Sequence[Entry]) -> set[str]:
+        """Return the parameters that an export of `entries` reads, with the adapters that it merges into them."""
+        adapters = self._model.adapters
+        merged = (name for entry in entries if entry.name in adapters for name in adapters[entry.name].names)
+        return {*(entry.name for entry in entries), *merged} & self._read.keys()
+
+    def _halves(self, name: str, data: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield the pieces of a parameter's copy, each with the same bytes of `data`."""
+        pieces = self._pieces[name]
+        return zip(pieces, _flat_bytes(data).split([len(piece) for piece in pieces]), strict=True)
+
+
+def _flat_bytes(data: Tensor) -> Tensor:
+    return data.view(-1).view(torch.uint8)
+
+
+def _parameters_read(model: PolicyModel) -> dict[str, Parameter]:
+    """Return the parameters of this process that training changes and `whole_tensors` reads."""
+    coords, adapters = model.coords, {entry.name for entry in model.adapter_entries}
+    dense, experts = coords.in_stage < coords.tp_size, coords.in_stage < coords.ep_size
+    return {
+        name: parameter
+        for name, parameter in model.trainable.items()
+        if (dense and name in adapters)
+        or (name in model.exported and (dense if model.entries[name].expert is None else experts))
+    }
 
 
 class Export:
@@ -298,14 +335,16 @@ class Export:
         bucket_bytes: int,
         sender: Sender | None,
         copies: ExportedWeights | None = None,
+        again: bool = False,
     ) -> None:
         """See `WeightSender.export`. `require_weights` raises while the weights are offloaded.
 
-        `owners` is the group from `owners_group`. With `copies`, these are exported instead of the model's weights.
+        `owners` is the group from `owners_group`. The export writes `copies`, or with `again` reads them.
         """
         self._model, self._coords = model, model.coords
         self._require_weights = require_weights
-        self._owners, self._bucket_bytes, self._sender, self._copies = owners, bucket_bytes, sender, copies
+        self._owners, self._bucket_bytes, self._sender = owners, bucket_bytes, sender
+        self._copies, self._again = copies, again
         self._room: Memory | None = None
         """Memory in which the first rank of a stage above 0 packs a bucket."""
         self._runs = self._plan()
@@ -321,7 +360,9 @@ class Export:
         if run is None:
             return None
         stage, entries = run
-        with self._copies.in_place(entries) if self._copies else nullcontext():
+        if self._copies is not None and not self._again:
+            self._copies.take(entries)
+        with self._copies.in_place(entries) if self._copies is not None and self._again else nullcontext():
             handle = self._send(stage, entries)
         if handle is not None:
             self._checksums |= {record.name: record.checksum for record in handle.records}

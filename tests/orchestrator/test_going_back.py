@@ -128,11 +128,15 @@ async def test_a_run_that_needs_a_lost_machine_ends_instead_of_waiting_for_it(tm
 
 
 class Scoring:
-    """An inference group that notes how it is started again; with `fails`, it does not start."""
+    """An inference group that notes how it is started again.
 
-    def __init__(self, fails: bool = False) -> None:
+    With `fails` it does not start, and `refuses` is the error of its update.
+    """
+
+    def __init__(self, fails: bool = False, refuses: Exception | None = None) -> None:
         self.calls: list[str] = []
-        self.workers, self.seats, self.ranks, self._fails = self, SimpleNamespace(stranded=list), [0], fails
+        self.workers, self.seats, self.ranks = self, SimpleNamespace(stranded=list), [0]
+        self._fails, self._refuses = fails, refuses
 
     def restart(self) -> None:
         self.calls.append("restart")
@@ -150,6 +154,8 @@ class Scoring:
     async def catch_up(self, receiver: Any) -> int:
         assert receiver is self
         self.calls.append("catch up")
+        if self._refuses:
+            raise self._refuses
         return 3
 
 
@@ -175,13 +181,31 @@ async def test_the_inference_group_is_started_again_alone_and_updated_if_it_hold
 
 
 async def test_the_run_goes_back_if_the_inference_group_cannot_start_again(tmp_path: Path) -> None:
-    session, group = Failing(tmp_path, [], 2), Scoring(fails=True)
+    session, group = Failing(tmp_path, [], 1), Scoring(fails=True)
     session.ready(0)
     with pytest.raises(RankSilent) as lost:
         await session._restart_inference(group, group, HANGS, True)  # type: ignore[arg-type]
     session.go_back(lost.value, None)
     session.ready(0)
     assert session.events() == ["began", "given_up", "began", "recovered"]
+
+
+@pytest.mark.parametrize("problem", [RunError("version 3 has another digest"), DIED])
+async def test_what_prevents_its_update_is_not_hidden(problem: Exception, tmp_path: Path) -> None:
+    session, group = Failing(tmp_path, [], 2), Scoring(refuses=problem)
+    with pytest.raises(type(problem)) as raised:
+        await session._restart_inference(group, group, HANGS, True)  # type: ignore[arg-type]
+    assert raised.value is problem
+    assert session.events() == ["began", "given_up"]
+
+
+async def test_without_ray_the_inference_group_is_not_started_again(tmp_path: Path) -> None:
+    raylet = subprocess.Popen(["true"])
+    session, group = Failing(tmp_path, [], 2, ray={"raylet": psutil.Process(raylet.pid)}), Scoring()
+    raylet.wait()
+    with pytest.raises(RunError, match="raylet"):
+        await session._restart_inference(group, group, HANGS, True)  # type: ignore[arg-type]
+    assert group.calls == []
 
 
 def test_an_inference_group_that_shares_devices_or_moves_its_reference_goes_back_with_the_run(tmp_path: Path) -> None:

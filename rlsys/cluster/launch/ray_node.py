@@ -15,9 +15,11 @@ import sys
 import time
 from asyncio.subprocess import DEVNULL, Process
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager, contextmanager, suppress
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+
+import psutil
 
 from rlsys.cluster import LOOPBACK_VARIABLE
 from rlsys.cluster.launch.role import Notify, Role
@@ -26,7 +28,9 @@ from rlsys.cluster.local_ray import (
     RANK,
     address_towards,
     answers,
+    end,
     ends_with_parent,
+    family,
     local_ray,
     rays_own,
     require_token,
@@ -152,7 +156,8 @@ def health_check_timeouts(environment: Mapping[str, str]) -> dict[str, str]:
 
 @asynccontextmanager
 async def rlsys_command(arguments: Sequence[str]) -> AsyncIterator[Process]:
-    """Run `rlsys` with `arguments`, sharing this process's output; on exit send SIGTERM, then SIGKILL after `PATIENCE_S`.
+    """Run `rlsys` with `arguments`, sharing this process's output; on exit send SIGTERM, and after `PATIENCE_S` SIGKILL to it
+    and to all processes that it has started.
 
     The command leads its own process group, so a Ctrl-C in the terminal does not reach it directly. The kernel sends it
     SIGTERM if this process is killed.
@@ -164,11 +169,9 @@ async def rlsys_command(arguments: Sequence[str]) -> AsyncIterator[Process]:
     finally:
         if process.returncode is None:
             process.terminate()
-            with suppress(TimeoutError):
-                async with asyncio.timeout(PATIENCE_S):
-                    await process.wait()
-        if process.returncode is None:
-            os.killpg(process.pid, signal.SIGKILL)
+            await asyncio.wait({asyncio.ensure_future(process.wait())}, timeout=PATIENCE_S)
+        if process.returncode is None:  # Its driver has a process group of its own.
+            end(family(psutil.Process(process.pid)), timeout_s=0.0)
             await process.wait()
 
 

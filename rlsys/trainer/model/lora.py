@@ -77,6 +77,11 @@ class Adapter(Module):
         cut.tensor_model_parallel = True  # type: ignore[attr-defined]
         shared.sequence_parallel = tp.sequence_parallel  # type: ignore[attr-defined]
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of A and B."""
+        return tuple(entry.name for entry in self._entries)
+
     def forward(self, inputs: Tensor) -> Tensor:
         """Return what the adapter adds to the layer's output, given the layer's input."""
         seen = linear(self._dropped(inputs), self.a)

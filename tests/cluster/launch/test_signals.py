@@ -7,6 +7,7 @@ import os
 import signal
 import socket
 import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
@@ -20,6 +21,7 @@ from rlsys.cluster.launch.ray_node import Ending, RayNode
 from rlsys.cluster.launch.role import Role
 from rlsys.cluster.local_ray import promised_port
 from rlsys.errors import Interrupted, RunError
+from tests.support.processes import is_gone
 
 
 @pytest.fixture(autouse=True)
@@ -47,6 +49,24 @@ def test_sighup_interrupts_the_run_except_under_nohup() -> None:
     with pytest.raises(Interrupted):
         run_to_end(work(600))
     assert closed == [True, True]
+
+
+async def test_command_that_does_not_end_is_killed_with_its_driver_in_another_group(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    driver = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(flush=True); time.sleep(3600)"
+    code = f"import subprocess, sys; d = subprocess.Popen([sys.executable, '-c', {driver!r}], process_group=0, "
+    code += f"stdout=subprocess.PIPE); d.stdout.readline(); open({str(tmp_path / 'pid')!r}, 'w').write(str(d.pid)); "
+    code += "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); d.wait()"
+    monkeypatch.setattr(worker, "PATIENCE_S", 0.1)
+    monkeypatch.setattr(worker, "ends_with_parent", lambda _: [sys.executable, "-c", code])
+    async with worker.rlsys_command([]):
+        async with asyncio.timeout(300):
+            while not (tmp_path / "pid").is_file() or not (tmp_path / "pid").read_text():
+                await asyncio.sleep(0.01)
+    async with asyncio.timeout(300):  # Its parent is another process.
+        while not is_gone(int((tmp_path / "pid").read_text())):
+            await asyncio.sleep(0.01)
 
 
 @pytest.fixture

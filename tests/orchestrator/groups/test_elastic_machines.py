@@ -77,6 +77,9 @@ async def test_an_engine_that_joins_does_not_take_the_number_of_one_that_returns
     assert run.devices.asked[:2] == [[0, 1, 2]] * 2, "one question for all, also for one without a machine"
 
 
+MOST = ("out_of_range", "cluster.max_engines")
+
+
 @virtually
 async def test_more_engines_join_by_themselves_up_to_a_number_while_the_cluster_has_devices(tmp_path: Path) -> None:
     run = Elasticity(Engines(2, taking(start=7)), tmp_path, free=0)
@@ -88,24 +91,44 @@ async def test_more_engines_join_by_themselves_up_to_a_number_while_the_cluster_
         await asyncio.sleep(2 * MACHINES_POLL_S + 8)
         assert run.standings == dict.fromkeys(range(4), "serving")
         await run.elastic.leave(3, None)
-        await asyncio.sleep(100)
-        assert 3 not in run.standings, "an engine that has left does not return by itself"
         run.devices.free = 9
         await asyncio.sleep(100)
-        assert run.standings == dict.fromkeys((0, 1, 2, 4), "serving")
+        assert run.standings == dict.fromkeys(range(3), "serving"), "neither it nor another one takes its place"
         await run.elastic.join(None)
-        with refused("out_of_range", "cluster.max_engines"):
-            await run.elastic.join(None)
+        await asyncio.sleep(100)
+        assert run.standings == dict.fromkeys(range(5), "serving")
+        for number, (code, key) in {
+            None: MOST,
+            5: MOST,
+            4: ("exists", "ENGINE"),
+            6: ("out_of_range", "ENGINE"),
+        }.items():
+            with refused(code, key):
+                await run.elastic.join(number)
     events = [(row["event"], row["part"][-1]) for row in rows(run.log)]
-    assert events == [("joined", "2"), ("joined", "3"), ("left", "3"), ("joined", "4"), ("joined", "3")]
+    assert events == [("joined", "2"), ("joined", "3"), ("left", "3"), ("joined", "3"), ("joined", "4")]
 
 
 @virtually
-async def test_an_additional_engine_that_cannot_start_is_given_up_once(tmp_path: Path) -> None:
+async def test_no_more_engines_join_by_themselves_once_one_cannot_start(tmp_path: Path) -> None:
+    """The second one begins before the first one has failed."""
     engines = Engines(1, taking(start=7), failures={"start": RunError("no model")})
     run = Elasticity(engines, tmp_path, restarts=3, free=9)
-    run.config.cluster.address, run.config.cluster.max_engines = "10.0.0.1:6379", 3
+    run.config.cluster.address, run.config.cluster.max_engines = "10.0.0.1:6379", 9
     async with run.watched():
         await asyncio.sleep(100)
         assert (run.standings, run.devices.taken) == ({0: "serving"}, set())
-    assert [row["event"] for row in rows(run.log)] == ["began", "given_up"] * 2
+    assert Counter(row["event"] for row in rows(run.log)) == {"began": 2, "given_up": 2}
+
+
+@virtually
+async def test_an_additional_engine_whose_start_a_run_that_goes_back_cuts_off_starts_again(tmp_path: Path) -> None:
+    run = Elasticity(Engines(1, taking(start=7)), tmp_path, free=1)
+    run.config.cluster.address, run.config.cluster.max_engines = "10.0.0.1:6379", 2
+    async with run.watched():
+        await asyncio.sleep(MACHINES_POLL_S + 1)
+        assert run.standings == {0: "serving", 1: "starting"}
+    run.pool.engines.change(run.pool.engines.members.anew())
+    async with run.watched():
+        await asyncio.sleep(20)
+        assert run.standings == {0: "serving", 1: "serving"}
