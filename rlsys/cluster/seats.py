@@ -63,6 +63,11 @@ class Seats:
         placed = machines_of(self._bundles, machines())
         return [number for number, slot in enumerate(self._slots) if slot.bundle not in placed]
 
+    @property
+    def asked_for(self) -> tuple[int, ...]:
+        """Processes for which `find` has asked Ray, placed or not."""
+        return tuple(self._own)
+
     def release(self, number: int) -> None:
         """Give back the devices that only this process has, if any."""
         own = self._own.pop(number, None)

@@ -242,8 +242,9 @@ class Elastic:
             )
         number = free[0] if engine is None else engine
         if most is not None and number >= most:
+            fix = f"engine {free[0]} can" if free[0] < most else "let another one leave first"
             raise UserError(
-                f"engine {number} cannot join, because cluster.max_engines={most}: let another one leave first.",
+                f"engine {number} cannot join, because cluster.max_engines={most}: {fix}.",
                 code="out_of_range",
                 key="cluster.max_engines",
             )
@@ -256,9 +257,9 @@ class Elastic:
 
     @property
     def _grows_by(self) -> tuple[int, ...]:
-        """Engine that joins by itself as soon as it has devices; none while one that has left or was given up is absent."""
-        most, here = self._config.cluster.max_engines, {*self._engines.members.of_engine, *self._supervisor.displaced}
-        return (self._new,) if most is not None and len(here) == self._new < most else ()
+        """Engine that joins by itself as soon as it has devices; none while one with a lower number is absent."""
+        most, here = self._config.cluster.max_engines, len(self._engines.members.of_engine)
+        return (self._new,) if most is not None and here == self._new < most else ()
 
     async def _find_devices(self, number: int) -> None:
         """Reserve devices for an engine. Raises UserError if none are free."""
@@ -310,9 +311,7 @@ class Elastic:
         """Remove engines whose machine has left the cluster, and start them again once they have another one; let more join."""
         while True:
             await asyncio.sleep(MACHINES_POLL_S)
-            async with self._asking:  # Devices of an engine that leaves meanwhile are released afterwards.
-                wanted = [*self._engines.members.of_engine, *self._supervisor.displaced, *self._grows_by]
-                found = await answer(partial(self._seats.find_all, wanted))
+            found = await self._find_all()
             for engine, placed in found.items():
                 one = self._engines.members.of_engine.get(engine)
                 if one is not None and not placed:
@@ -323,6 +322,15 @@ class Elastic:
                 elif one is None and placed and engine in self._grows_by:
                     tasks.create_task(self._grow(self._supervisor.invite(engine)))
 
+    async def _find_all(self) -> Mapping[int, bool]:
+        """Return whether each engine has devices, also the one that joins by itself; give back those of all others."""
+        async with self._asking:  # Devices of an engine that leaves meanwhile are released afterwards.
+            wanted = [*self._engines.members.of_engine, *self._supervisor.displaced, *self._grows_by]
+            if not self._choosing.locked():  # Else one that joins on request waits for its devices.
+                for number in {*self._seats.asked_for}.difference(wanted):
+                    await answer(partial(self._seats.release, number))
+            return await answer(partial(self._seats.find_all, wanted))
+
     async def _grow(self, one: Member) -> None:
         """Wait for an additional engine that is started; if it cannot start, the run goes on without it.
 
@@ -331,6 +339,9 @@ class Elastic:
         try:
             await self._joined(one, self._clock(), stays=True)
         except (RunError, UserError) as problem:
+            gone = self._engines.gone(one)
+            if gone.done() and gone.result() == _LEFT:
+                return
             fault = self._faults.begin(f"engine {one.engine}", FaultKind.died, str(problem).partition("\n")[0])
             self._faults.end(fault, Outcome.given_up, "it was starting in addition to the others")
 

@@ -271,12 +271,7 @@ class ExportedWeights:
     def take(self, entries: Sequence[Entry]) -> None:
         """Copy the current weights of `entries`."""
         if not self._pieces:
-            pairs = self._blocks.pieces([_flat_bytes(one.data) for one in self._read.values()])
-            for name, parameter in self._read.items():
-                self._pieces[name], left = [], parameter.nbytes
-                while left:
-                    self._pieces[name].append(next(pairs)[0])
-                    left -= len(self._pieces[name][-1])
+            self._pieces = self._allocated()
         for name in self._names(entries):
             for host, device in self._halves(name, self._read[name].data):
                 host.copy_(device, non_blocking=True)
@@ -285,16 +280,26 @@ class ExportedWeights:
     def in_place(self, entries: Sequence[Entry]) -> Iterator[None]:
         """Give the model the copies of `entries` during the body."""
         current = {name: self._read[name].data for name in self._names(entries)}
-        for name, data in current.items():
-            copied = torch.empty_like(data)
-            for host, device in self._halves(name, copied):
-                device.copy_(host, non_blocking=True)
-            self._read[name].data = copied
         try:
+            for name, data in current.items():
+                copied = torch.empty_like(data)
+                for host, device in self._halves(name, copied):
+                    device.copy_(host, non_blocking=True)
+                self._read[name].data = copied
             yield
         finally:
             for name, data in current.items():
                 self._read[name].data = data
+
+    def _allocated(self) -> dict[str, list[Tensor]]:
+        pairs = self._blocks.pieces([_flat_bytes(one.data) for one in self._read.values()])
+        found: dict[str, list[Tensor]] = {name: [] for name in self._read}
+        for name, parameter in self._read.items():
+            left = parameter.nbytes
+            while left:
+                found[name].append(next(pairs)[0])
+                left -= len(found[name][-1])
+        return found
 
     def _names(self, entries: Sequence[Entry]) -> set[str]:
         """Return the parameters that an export of `entries` reads, with the adapters that it merges into them."""

@@ -70,7 +70,7 @@ def test_a_run_does_not_wait_for_devices_of_a_machine_that_has_left(monkeypatch:
 
 async def test_interrupt_that_comes_with_an_answer_is_not_lost() -> None:
     """The thread has answered, and its answer waits for the event loop when the task is cancelled."""
-    begun, go = threading.Event(), threading.Event()
+    begun, go, before = threading.Event(), threading.Event(), {*threading.enumerate()}
 
     def ask() -> int:
         begun.set()
@@ -80,7 +80,7 @@ async def test_interrupt_that_comes_with_an_answer_is_not_lost() -> None:
     task = asyncio.ensure_future(answer(ask))
     await asyncio.to_thread(begun.wait)
     go.set()
-    for thread in threading.enumerate():
+    for thread in {*threading.enumerate()} - before:
         if thread.name == "asks-ray":
             thread.join()
     task.cancel()

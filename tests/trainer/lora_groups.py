@@ -106,6 +106,9 @@ def sent_alone(group: Group, layout: Layout, lora: LoraConfig, models: list[Path
     box: list[Any] = [buckets, digest_of(buckets, digest)]
     dist.broadcast_object_list(box, src=0)
     results: dict[str, Any] = {"actor": tensors_in(buckets)}
+    for parameter in actor._policy.trainable.values():
+        parameter.data.add_(1)
+    results["again"] = tensors_in(export(actor, 8_000, digest, again=True))
     for model in models:
         worker = LogProbWorker(group.meet(), local_model(model, lora=lora), layout.parallel, 1.0, 1, FIXED)
         worker.begin_update()

@@ -12,6 +12,7 @@ import torch
 from rlsys.config.schema import AdamwConfig, Dtype, LrDecay
 from rlsys.trainer.batches import MicroBatch, collate
 from rlsys.trainer.log_prob import LogProbWorker, ReferencePlan
+from rlsys.trainer.offload import HostBlocks
 from rlsys.trainer.optimizer import learning_rate
 from rlsys.weights.bucket import Bucket, ChecksumError, unpack
 from rlsys.weights.weight_map import largest_tensor_bytes, read_architecture
@@ -80,6 +81,8 @@ def _in_group(group: Group, layout: Layout, model: Path, family: str | None) -> 
     optimizer = replace(OPTIMIZER, distributed=layout.distributed)
     actor = make_actor(group, model, layout.parallel, optimizer, recompute=layout.recompute, family=family)
     place = actor.coords
+    assert actor._exported is not None
+    actor._exported._blocks = HostBlocks(10_000)  # A parameter has parts in several.
     actor.load_hf(model)
     results["initial"] = weights_of(actor)
     results["applied"] = []

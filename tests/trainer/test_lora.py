@@ -177,7 +177,7 @@ def test_with_sync_adapters_alone_are_sent_by_the_actor_and_by_the_inference_gro
     models = [reference.make_model(shape, tmp_path / str(seed), seed=seed) for seed in (1, 2)]
     theirs = peft.get_peft_model_state_dict(adapted(models[0], alone, tmp_path / "adapters"))
     found = on_ranks(sent_alone, layout.processes, layout, alone, models, tmp_path / "adapters")[0]
-    for sent in (found["actor"], found["inference"]):
+    for sent in (found["actor"], found["again"], found["inference"]):
         assert all(name.startswith(ADAPTER_PREFIX) for name in sent)
         assert all(torch.equal(sent[name], tensor) for name, tensor in theirs.items())
         assert not any(tensor.any() for name, tensor in sent.items() if name not in theirs)

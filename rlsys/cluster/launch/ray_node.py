@@ -15,7 +15,7 @@ import sys
 import time
 from asyncio.subprocess import DEVNULL, Process
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -171,7 +171,8 @@ async def rlsys_command(arguments: Sequence[str]) -> AsyncIterator[Process]:
             process.terminate()
             await asyncio.wait({asyncio.ensure_future(process.wait())}, timeout=PATIENCE_S)
         if process.returncode is None:  # Its driver has a process group of its own.
-            end(family(psutil.Process(process.pid)), timeout_s=0.0)
+            with suppress(psutil.NoSuchProcess):  # It has just ended.
+                end(family(psutil.Process(process.pid)), timeout_s=0.0)
             await process.wait()
 
 

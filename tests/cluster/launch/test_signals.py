@@ -55,9 +55,10 @@ async def test_command_that_does_not_end_is_killed_with_its_driver_in_another_gr
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     driver = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(flush=True); time.sleep(3600)"
-    code = f"import subprocess, sys; d = subprocess.Popen([sys.executable, '-c', {driver!r}], process_group=0, "
+    code = "import signal, subprocess, sys; signal.signal(signal.SIGTERM, signal.SIG_IGN); "  # Before it says anything.
+    code += f"d = subprocess.Popen([sys.executable, '-c', {driver!r}], process_group=0, "
     code += f"stdout=subprocess.PIPE); d.stdout.readline(); open({str(tmp_path / 'pid')!r}, 'w').write(str(d.pid)); "
-    code += "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); d.wait()"
+    code += "d.wait()"
     monkeypatch.setattr(worker, "PATIENCE_S", 0.1)
     monkeypatch.setattr(worker, "ends_with_parent", lambda _: [sys.executable, "-c", code])
     async with worker.rlsys_command([]):

@@ -28,6 +28,8 @@ class Devices:
         self.lost: set[int] = set()
         """Engines whose machine is gone."""
         self.taken: set[int] = set()
+        self.waiting: list[int] = []
+        """Engines for which Ray has been asked, in order."""
         self.asked: list[list[int]] = []
         """Engines of each call of `find_all`."""
 
@@ -36,18 +38,30 @@ class Devices:
     def find(self, engine: int) -> bool:
         if engine in self.lost:
             return False
-        if engine >= self.planned and engine not in self.taken:
-            if len(self.taken) >= self.free:
-                return False
-            self.taken.add(engine)
-        return True
+        if engine < self.planned:
+            return True
+        if engine not in self.asked_for:
+            self.waiting.append(engine)
+        self._place()
+        return engine in self.taken
 
     def find_all(self, engines: list[int]) -> dict[int, bool]:
         self.asked.append(engines)
         return {engine: self.find(engine) for engine in engines}
 
+    @property
+    def asked_for(self) -> tuple[int, ...]:
+        return *self.taken, *self.waiting
+
     def release(self, engine: int) -> None:
         self.taken.discard(engine)
+        self.waiting = [one for one in self.waiting if one != engine]
+        self._place()
+
+    def _place(self) -> None:
+        """Give free devices to the engines that wait, also if nobody asks for them any more."""
+        while self.waiting and len(self.taken) < self.free:
+            self.taken.add(self.waiting.pop(0))
 
 
 async def ask_at_once(question: Callable[[], Any]) -> Any:

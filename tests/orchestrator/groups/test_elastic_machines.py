@@ -110,6 +110,32 @@ async def test_more_engines_join_by_themselves_up_to_a_number_while_the_cluster_
 
 
 @virtually
+async def test_devices_of_an_engine_that_leaves_do_not_stay_with_one_that_would_have_joined(tmp_path: Path) -> None:
+    run = Elasticity(Engines(2, taking(start=7)), tmp_path, free=1)
+    run.config.cluster.address, run.config.cluster.max_engines = "10.0.0.1:6379", 5
+    async with run.watched():
+        await asyncio.sleep(3 * MACHINES_POLL_S)
+        assert run.devices.asked_for == (2, 3), "Ray has no devices for engine 3 yet"
+        await run.elastic.leave(2, None)
+        await asyncio.sleep(2 * MACHINES_POLL_S)
+        assert run.devices.asked_for == ()
+        await run.elastic.join(None)
+        assert run.standings == dict.fromkeys(range(3), "serving")
+
+
+@virtually
+async def test_an_additional_engine_that_leaves_while_it_starts_is_no_fault(tmp_path: Path) -> None:
+    run = Elasticity(Engines(1, taking(start=100)), tmp_path, free=1)
+    run.config.cluster.address, run.config.cluster.max_engines = "10.0.0.1:6379", 2
+    async with run.watched():
+        await asyncio.sleep(MACHINES_POLL_S + 1)
+        assert await run.elastic.leave(1, None)
+        await asyncio.sleep(200)
+        assert run.standings == {0: "serving"}
+    assert [row["event"] for row in rows(run.log)] == ["left"]
+
+
+@virtually
 async def test_no_more_engines_join_by_themselves_once_one_cannot_start(tmp_path: Path) -> None:
     """The second one begins before the first one has failed."""
     engines = Engines(1, taking(start=7), failures={"start": RunError("no model")})
