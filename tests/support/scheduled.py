@@ -280,7 +280,8 @@ def assemble(
         functools.partial(reward_group, score=rewards.score, tracer=Tracer("driver")),
         functools.partial(finish, config=config.algorithm, kl=kl),
     )
-    inference = scorer(workers["inference"], sharders["inference"], tracer, pause, seen)
+    # Its spans are no part of the metrics: a resumed run does not score again what was scored before the checkpoint.
+    inference = scorer(workers["inference"], sharders["inference"], Tracer("inference"), pause, seen)
     pipeline = RolloutPipeline(
         make_scheduler(config),
         PromptSource(questions, config.trainer.seed, state.prompts if state else None),
