@@ -60,7 +60,7 @@ class Kind(NamedTuple):
 
     @property
     def mixture(self) -> bool:
-        return self.family in ("qwen3-moe", "gpt-oss")
+        return "moe" in self.family or self.family == "gpt-oss"
 
 
 KINDS = {
