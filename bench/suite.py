@@ -1,7 +1,7 @@
 """Runs the default suite ten times (CPU features, load, order of the tests), or the long tests once.
 
     python -m bench.suite [--only avx2 --only random-1]      # hours on two cores
-    python -m bench.suite --only full                        # `make test-full` once: an hour and a quarter
+    python -m bench.suite --only full                        # `make test-full` once: an hour
 
 Runs under load share the cores with eight busy processes. After each run, outputs/bench/suite.json is written: seconds,
 cases, failures by name, and the peak memory of all tests together. The output of a run is in suite-<condition>.log beside
