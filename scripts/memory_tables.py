@@ -62,7 +62,7 @@ def with_tables(page: str) -> str:
 def _host_table() -> Iterator[str]:
     yield "### Host memory\n"
     yield "GiB of the machine that needs most.\n"
-    parts = ("pinned", "staged", "repeats", "buckets", "saved", "shared")
+    parts = ("pinned", "staged", "pushed", "buckets", "saved", "shared")
     yield f"| experiment | {' | '.join(parts)} |"
     yield "| --- " * (len(parts) + 1) + "|"
     for config in gpu_experiments():

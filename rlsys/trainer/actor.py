@@ -271,12 +271,12 @@ class Actor(Learner, WeightSender):
         total_steps: int,
         seed: int,
         scratch: str | Path = ".",
-        repeats: bool = True,
+        keeps_pushed: bool = True,
     ) -> None:
         """Join the group and build the model; call `load_hf` or `load` next.
 
         The actor's own reference, if the objective has one, starts from the weights at `model.path`, or is a teacher. With
-        `repeats`, the last export can be repeated, for which host memory holds a copy of its weights.
+        `keeps_pushed`, host memory holds a copy of the weights of the last export, so that it can be repeated.
         """
         architecture = read_architecture(model.path, model.family)
         coords = mesh.start(rendezvous, parallel, seed)
@@ -290,7 +290,7 @@ class Actor(Learner, WeightSender):
         elif plan is not None:
             self._reference = ReferencePolicy.loaded(plan, model, parallel, coords)
         self._export_group = owners_group(coords)
-        self._exported = ExportedWeights(self._policy) if repeats else None
+        self._exported = ExportedWeights(self._policy) if keeps_pushed else None
 
     @classmethod
     def from_config(cls, config: RunConfig, rendezvous: mesh.Rendezvous) -> Actor:
@@ -306,7 +306,7 @@ class Actor(Learner, WeightSender):
             max(0, config.trainer.steps - warmup) * config.trainer.mini_batches,
             config.trainer.seed,
             config.output_dir,
-            repeats=config.cluster.mode is Mode.disaggregated,  # Else no process starts alone.
+            keeps_pushed=config.cluster.mode is Mode.disaggregated,  # Else no process starts alone.
         )
         actor.load_hf(config.model.path)
         return actor

@@ -208,7 +208,8 @@ class WeightSender(ABC):
     def export(self, bucket_bytes: int, sender: Sender | None, again: bool = False) -> Export:
         """Begin an export on all ranks together; the weights must not change until it ends.
 
-        With `again`, the last export is repeated bit for bit, also if training has changed the weights since. `sender` is set on rank 0 and, with `ipc`, on the first rank of every stage; it is None on other ranks.
+        With `again`, the last export is repeated bit for bit, also if training has changed the weights since. `sender` is set
+        on rank 0 and, with `ipc`, on the first rank of every stage; it is None on other ranks.
         """
 
     def open_export(self, spec: TransportSpec) -> float | None:
@@ -273,7 +274,7 @@ class ExportedWeights:
         if not self._pieces:
             self._pieces = self._allocated()
         for name in self._names(entries):
-            for host, device in self._halves(name, self._read[name].data):
+            for host, device in self._paired(name, self._read[name].data):
                 host.copy_(device, non_blocking=True)
 
     @contextmanager
@@ -283,7 +284,7 @@ class ExportedWeights:
         try:
             for name, data in current.items():
                 copied = torch.empty_like(data)
-                for host, device in self._halves(name, copied):
+                for host, device in self._paired(name, copied):
                     device.copy_(host, non_blocking=True)
                 self._read[name].data = copied
             yield
@@ -307,7 +308,7 @@ class ExportedWeights:
         merged = (name for entry in entries if entry.name in adapters for name in adapters[entry.name].names)
         return {*(entry.name for entry in entries), *merged} & self._read.keys()
 
-    def _halves(self, name: str, data: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    def _paired(self, name: str, data: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield the pieces of a parameter's copy, each with the same bytes of `data`."""
         pieces = self._pieces[name]
         return zip(pieces, _flat_bytes(data).split([len(piece) for piece in pieces]), strict=True)

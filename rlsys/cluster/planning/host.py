@@ -5,7 +5,7 @@
               Megatron rank (gradients are zero and not copied), and the weights of the engines
     staged    one copy of the model per engine, from a push to its activation; on its device with sync_mode=ipc, unless
               the engine sleeps
-    repeats   one copy of the weights that the actor pushed last, for processes that start again; not in colocated runs
+    pushed    one copy of the weights that the actor pushed last, for processes that start again; not in colocated runs
     buckets   weight buckets in the host memory of sender and receivers
     saved     the copy of each Megatron rank's share of a checkpoint, from which the checkpoint is written
     shared    space in /dev/shm: on a CPU, an engine passes each staged bucket to SGLang's processes there, and the previous
@@ -51,7 +51,7 @@ class HostMemory:
     groups: float = 0.0
     pinned: float = 0.0
     staged: float = 0.0
-    repeats: float = 0.0
+    pushed: float = 0.0
     buckets: float = 0.0
     saved: float = 0.0
     shared: float = 0.0
@@ -59,7 +59,7 @@ class HostMemory:
     @property
     def total(self) -> float:
         """All bytes except `shared`."""
-        return self.groups + self.pinned + self.staged + self.repeats + self.buckets + self.saved
+        return self.groups + self.pinned + self.staged + self.pushed + self.buckets + self.saved
 
 
 def stages_in_host(config: RunConfig) -> bool:
@@ -95,7 +95,7 @@ def host_memory(config: RunConfig, model: Architecture) -> HostMemory:
             here.saved += 0.0 if name == "rollout" else saved_bytes(config, model, name) / len(ranks[name])
     exporting = _exporting(config, sorted(ranks["actor"])) if cluster.mode is Mode.disaggregated else []
     for rank in exporting:
-        machines[rank // per_machine].repeats += (
+        machines[rank // per_machine].pushed += (
             trained_parameters(config, model) * BYTES[config.model.dtype] / len(exporting)
         )
     machines[ranks["actor"][0] // per_machine].buckets += bucket * _SENT[cluster.sync_mode]

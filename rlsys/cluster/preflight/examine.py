@@ -472,7 +472,7 @@ def _host_memory(needs: Mapping[str, float], machine: ThisMachine) -> Finding:
         "groups": "models and optimisers",
         "pinned": "groups that are off their devices (pinned)",
         "staged": "weights that engines stage (pinned on GPUs)",
-        "repeats": "the weights that were pushed last (pinned on GPUs)",
+        "pushed": "the weights that were pushed last (pinned on GPUs)",
         "buckets": "weight buckets",
         "saved": "a checkpoint that is being written",
     }

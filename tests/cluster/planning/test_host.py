@@ -17,7 +17,7 @@ ADAPTED = ["model.path=Qwen2.5-3B-Instruct", "model.lora.rank=8"]
 
 
 @pytest.mark.parametrize(
-    ("experiment", "overrides", "pinned", "staged", "repeats", "buckets", "saved", "shared"),
+    ("experiment", "overrides", "pinned", "staged", "pushed", "buckets", "saved", "shared"),
     [
         # Disaggregated, by CUDA IPC: NCCL needs host memory, and checkpoints. Of each parameter, these have a weight in
         # bfloat16 and in float32, and two moments.
@@ -45,7 +45,7 @@ def test_host_memory_by_hand(
     overrides: list[str],
     pinned: float,
     staged: float,
-    repeats: float,
+    pushed: float,
     buckets: float,
     saved: float,
     shared: float | None,
@@ -53,6 +53,6 @@ def test_host_memory_by_hand(
     config = composed(*overrides, name=f"searchr1_qwen2.5_{experiment}")
     found = host_memory(config, read_architecture(shape_of(config.model.path)))
     assert (found.pinned, found.staged, found.saved) == pytest.approx((pinned, staged, saved), rel=1e-3)
-    assert found.repeats == pytest.approx(repeats, rel=1e-3), "what the actor has pushed, unless it is colocated"
+    assert found.pushed == pytest.approx(pushed, rel=1e-3), "what the actor has pushed, unless it is colocated"
     assert found.buckets == buckets * GIB
     assert found.shared == pytest.approx(GIB / 2 + 2 * 2 * WEIGHTS if shared is None else shared * GIB)

@@ -219,8 +219,8 @@ def test_missing_requirement_is_the_only_wrong_finding(
 def test_host_memory_below_the_plan_is_wrong(node_run: Compose) -> None:
     """Checkpoints need room, and engines that stage in host memory more; /dev/shm is for NCCL alone."""
     needs = make_plan(node_run())["host_gib"]
-    needed = needs["saved"] + needs["repeats"]
-    assert set(wrong_findings(node_run(), machine(memory_gib=needed - 0.1 * needs["repeats"]))) == {"memory"}
+    needed = needs["saved"] + needs["pushed"]
+    assert set(wrong_findings(node_run(), machine(memory_gib=needed - 0.1 * needs["pushed"]))) == {"memory"}
     short = machine(free_gib={"/dev/shm": 1.0}, memory_gib=1.1 * needed)
     assert wrong_findings(node_run(), short) == {}
     colocated = ["cluster=one_node_8_colocated", "trainer.schedule.kind=sequential"]

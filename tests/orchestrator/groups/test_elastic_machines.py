@@ -77,13 +77,18 @@ async def test_an_engine_that_joins_does_not_take_the_number_of_one_that_returns
     assert run.devices.asked[:2] == [[0, 1, 2]] * 2, "one question for all, also for one without a machine"
 
 
+def grow(run: Elasticity, most: int) -> None:
+    """Let engines join by themselves, up to `most`."""
+    run.config.cluster.address, run.config.cluster.max_engines = "10.0.0.1:6379", most
+
+
 MOST = ("out_of_range", "cluster.max_engines")
 
 
 @virtually
 async def test_more_engines_join_by_themselves_up_to_a_number_while_the_cluster_has_devices(tmp_path: Path) -> None:
     run = Elasticity(Engines(2, taking(start=7)), tmp_path, free=0)
-    run.config.cluster.address, run.config.cluster.max_engines = "10.0.0.1:6379", 5
+    grow(run, 5)
     async with run.watched():
         await asyncio.sleep(100)
         assert run.standings == {0: "serving", 1: "serving"}
@@ -112,7 +117,7 @@ async def test_more_engines_join_by_themselves_up_to_a_number_while_the_cluster_
 @virtually
 async def test_devices_of_an_engine_that_leaves_do_not_stay_with_one_that_would_have_joined(tmp_path: Path) -> None:
     run = Elasticity(Engines(2, taking(start=7)), tmp_path, free=1)
-    run.config.cluster.address, run.config.cluster.max_engines = "10.0.0.1:6379", 5
+    grow(run, 5)
     async with run.watched():
         await asyncio.sleep(3 * MACHINES_POLL_S)
         assert run.devices.asked_for == (2, 3), "Ray has no devices for engine 3 yet"
@@ -126,7 +131,7 @@ async def test_devices_of_an_engine_that_leaves_do_not_stay_with_one_that_would_
 @virtually
 async def test_an_additional_engine_that_leaves_while_it_starts_is_no_fault(tmp_path: Path) -> None:
     run = Elasticity(Engines(1, taking(start=100)), tmp_path, free=1)
-    run.config.cluster.address, run.config.cluster.max_engines = "10.0.0.1:6379", 2
+    grow(run, 2)
     async with run.watched():
         await asyncio.sleep(MACHINES_POLL_S + 1)
         assert await run.elastic.leave(1, None)
@@ -140,7 +145,7 @@ async def test_no_more_engines_join_by_themselves_once_one_cannot_start(tmp_path
     """The second one begins before the first one has failed."""
     engines = Engines(1, taking(start=7), failures={"start": RunError("no model")})
     run = Elasticity(engines, tmp_path, restarts=3, free=9)
-    run.config.cluster.address, run.config.cluster.max_engines = "10.0.0.1:6379", 9
+    grow(run, 9)
     async with run.watched():
         await asyncio.sleep(100)
         assert (run.standings, run.devices.taken) == ({0: "serving"}, set())
@@ -150,7 +155,7 @@ async def test_no_more_engines_join_by_themselves_once_one_cannot_start(tmp_path
 @virtually
 async def test_an_additional_engine_whose_start_a_run_that_goes_back_cuts_off_starts_again(tmp_path: Path) -> None:
     run = Elasticity(Engines(1, taking(start=7)), tmp_path, free=1)
-    run.config.cluster.address, run.config.cluster.max_engines = "10.0.0.1:6379", 2
+    grow(run, 2)
     async with run.watched():
         await asyncio.sleep(MACHINES_POLL_S + 1)
         assert run.standings == {0: "serving", 1: "starting"}
