@@ -4,7 +4,7 @@ export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM := false
 # Test processes: two keep two cores busy; together with what they start they take 7.3 GiB of memory.
 WORKERS ?= 2
-PYTEST = $(PY) -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations=20
+PYTEST = $(PY) -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations=20 -rs
 
 .PHONY: setup demo test test-full lint format docs
 

@@ -1,12 +1,12 @@
-"""Runs the default suite ten times (CPU features, load, order of the tests), or the long tests once.
+"""Runs the default suite ten times (network, load, CPU features, order of the tests), or the long tests once.
 
     python -m bench.suite [--only avx2 --only random-1]      # hours on two cores
     python -m bench.suite --only full                        # `make test-full` once: an hour
 
-Runs under load share the cores with eight busy processes. After each run, outputs/bench/suite.json is written: seconds,
-cases, failures by name, and the peak memory of all tests together. The output of a run is in suite-<condition>.log beside
-it. A table is printed at the end; for `full`, also the seconds of each group of tests, as docs/results/test-full.md
-shows them.
+Runs under load share the cores with busy processes. After each run, outputs/bench/suite.json is written: seconds, the
+machine's load, cases, failures by name, and the peak memory of all tests together. The output of a run is in
+suite-<condition>.log beside it. A table is printed at the end; for `full`, also the seconds of each group of tests, as
+docs/results/test-full.md shows them.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from statistics import fmean
 from typing import Annotated
 from xml.etree import ElementTree
 
@@ -32,6 +33,7 @@ from rich.table import Table
 
 RESULT = Path("outputs/bench/suite.json")
 BUSY = 8
+OFFLINE = ("unshare", "--map-root-user", "--net", "sh", "-c", 'ip link set lo up && exec "$@"', "sh")
 
 
 @dataclass(frozen=True)
@@ -39,6 +41,10 @@ class Condition:
     name: str
     capability: str = ""
     """Value of ATEN_CPU_CAPABILITY, which selects torch's kernels; empty selects the best that the CPU supports."""
+    offset: int | None = None
+    """Offset, modulo 64, of the weights in the files of the tests' models (see tests/support/tensors.py); None: as usual."""
+    offline: bool = False
+    """In a network namespace that has the loopback interface alone."""
     busy: int = 0
     """Number of busy processes beside the tests."""
     seed: int | None = None
@@ -48,9 +54,10 @@ class Condition:
 
 
 CONDITIONS = (
-    *(Condition(f"plain-{number}") for number in (1, 2)),
+    Condition("plain"),
+    Condition("offline", offline=True),
     *(Condition(f"load-{number}", busy=BUSY) for number in (1, 2, 3)),
-    *(Condition(name, capability=name) for name in ("default", "avx2", "avx512")),
+    *(Condition(name, capability=name, offset=at) for name, at in {"default": 4, "avx2": 8, "avx512": 40}.items()),
     *(Condition(f"random-{seed}", seed=seed) for seed in (1, 2)),
 )
 FULL = Condition("full", target="test-full")
@@ -65,6 +72,8 @@ class Outcome:
 
     condition: str
     seconds: float
+    load: float
+    """Mean of the machine's load average over one minute."""
     passed: int
     skipped: int
     failed: tuple[str, ...]
@@ -73,7 +82,7 @@ class Outcome:
 
 
 @contextmanager
-def busy(count: int) -> Iterator[None]:
+def busy_processes(count: int) -> Iterator[None]:
     """Keep `count` processes computing."""
     processes = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
     try:
@@ -84,11 +93,11 @@ def busy(count: int) -> Iterator[None]:
             process.wait()
 
 
-class Memory:
-    """Peak memory of a process and its descendants together, sampled every two seconds, or in 2% of the time."""
+class Meter:
+    """Samples the load, and the memory of a process with its descendants, every two seconds, or in 2% of the time."""
 
     def __init__(self, root: int) -> None:
-        self.peak_bytes = 0
+        self.peak_bytes, self.loads = 0, [os.getloadavg()[0]]
         self._root, self._over = psutil.Process(root), threading.Event()
         self._thread = threading.Thread(target=self._watch)
         self._thread.start()
@@ -106,6 +115,7 @@ class Memory:
                     with suppress(psutil.Error):
                         used += process.memory_full_info().pss
             self.peak_bytes = max(self.peak_bytes, used)
+            self.loads.append(os.getloadavg()[0])
             pause_s = max(2.0, 50 * (time.thread_time() - begun))  # A process takes 14 ms for each GiB.
 
 
@@ -137,38 +147,43 @@ def run(condition: Condition) -> Outcome:
     environment = dict(os.environ)
     if condition.capability:
         environment["ATEN_CPU_CAPABILITY"] = condition.capability
+    if condition.offset is not None:
+        environment["RLSYS_TEST_WEIGHTS_OFFSET"] = str(condition.offset)
     RESULT.parent.mkdir(parents=True, exist_ok=True)
-    with file_of(condition, "log").open("w") as output, busy(condition.busy):
+    with file_of(condition, "log").open("w") as output, busy_processes(condition.busy):
         begun = time.monotonic()
         arguments = f"--junitxml={file_of(condition, 'xml')} {'' if condition.seed is None else draws}"
-        command = ["make", condition.target, f"ARGS={arguments}"]
+        command = [*(OFFLINE if condition.offline else ()), "make", condition.target, f"ARGS={arguments}"]
         process = subprocess.Popen(command, env=environment, stdout=output, stderr=output)
-        memory = Memory(process.pid)
+        meter = Meter(process.pid)
         process.wait()
-        memory.close()
+        meter.close()
         seconds = time.monotonic() - begun
     cases = cases_of(condition)
     failed = [one for one in cases if one.find("failure") is not None or one.find("error") is not None]
     skipped = [one for one in cases if one.find("skipped") is not None]
     names = tuple(f"{one.get('classname')}::{one.get('name')}" for one in failed)
     passed = len(cases) - len(failed) - len(skipped)
-    return Outcome(condition.name, round(seconds), passed, len(skipped), names, round(memory.peak_bytes / 2**30, 1))
+    load, peak_gib = round(fmean(meter.loads), 1), round(meter.peak_bytes / 2**30, 1)
+    return Outcome(condition.name, round(seconds), load, passed, len(skipped), names, peak_gib)
 
 
 def main(
     only: Annotated[list[str] | None, typer.Option(help="Condition; repeat for several. Default: all.")] = None,
+    busy: Annotated[int, typer.Option(min=1, help="Busy processes beside the runs under load.")] = BUSY,
 ) -> None:
     """Run the suite under each condition, print the results and write the result file."""
     console, outcomes = Console(width=140), []
-    table = Table("condition", "s", "passed", "skipped", "failed", "GiB")
+    table = Table("condition", "s", "load", "passed", "skipped", "failed", "GiB")
     for condition in (*CONDITIONS, FULL) if only else CONDITIONS:
         if only and condition.name not in only:
             continue
-        outcome = run(condition)
+        outcome = run(replace(condition, busy=busy) if condition.busy else condition)
         outcomes.append(outcome)
         table.add_row(
             outcome.condition,
             f"{outcome.seconds:.0f}",
+            f"{outcome.load}",
             *(str(outcome.passed), str(outcome.skipped), "\n".join(outcome.failed) or "0", f"{outcome.peak_gib}"),
         )
         RESULT.write_text(json.dumps([asdict(one) for one in outcomes], indent=1))

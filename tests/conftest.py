@@ -21,7 +21,9 @@ settings.load_profile("fixed")
 
 LONGEST_FIRST = (
     *("tests/docs/test_commands_run.py", "tests/live/test_miniatures.py", "tests/cluster/launch/test_launch.py"),
-    *("tests/live/", "tests/trainer/", "tests/rollout/", "tests/cluster/"),
+    *("tests/extensions/test_family.py", "tests/orchestrator/groups/test_real_restarts.py"),
+    *("tests/live/", "tests/bench/test_gpu.py", "tests/weights/convert/test_grid.py"),
+    *("tests/trainer/", "tests/rollout/", "tests/cluster/"),
 )
 """Files and folders whose tests start first, so that no worker ends with a long one."""
 ENGINE = ("tests/live/test_full_loop", "tests/rollout/test_")
@@ -30,6 +32,12 @@ ENGINE = ("tests/live/test_full_loop", "tests/rollout/test_")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--order-seed", type=int, help="Run the tests in the random order of this seed.")
+
+
+def pytest_report_header(config: pytest.Config) -> list[str]:
+    """Print the seed of a random order, so that it can be repeated."""
+    seed = config.getoption("--order-seed")
+    return [] if seed is None else [f"order of the tests: --order-seed={seed}"]
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -11,6 +11,7 @@ from typing import get_args, get_type_hints
 import pytest
 
 import rlsys
+from tests.support.paths import PROJECT
 
 PACKAGE = Path(rlsys.__file__).parent
 FILES = sorted(PACKAGE.rglob("*.py"))
@@ -266,6 +267,19 @@ def test_functions_are_short() -> None:
 def test_test_files_are_short() -> None:
     lengths = {str(file): len(file.read_text().splitlines()) for file in Path(__file__).parent.rglob("*.py")}
     assert {file: length for file, length in lengths.items() if length > LONGEST_TEST_FILE} == {}
+
+
+def test_no_module_imports_from_a_test_file() -> None:
+    files = [file for folder in ("bench", "examples", "tests") for file in (PROJECT / folder).rglob("*.py")]
+    names = {file: ".".join(file.relative_to(PROJECT).with_suffix("").parts) for file in files}
+    tests = {name for file, name in names.items() if file.name.startswith("test_")}
+    assert len(tests) > 100
+    found = {}
+    for file, name in names.items():
+        taken = imported(ast.walk(ast.parse(file.read_text())), name.rpartition(".")[0]) & tests
+        if taken:
+            found[name] = taken
+    assert found == {}
 
 
 def test_every_module_has_a_docstring() -> None:

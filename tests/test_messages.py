@@ -7,7 +7,7 @@ from typing import get_args
 from rlsys.errors import Code
 from tests.support.paths import PROJECT
 
-SOURCES = sorted(file for room in ("rlsys", "examples", "scripts") for file in (PROJECT / room).rglob("*.py"))
+SOURCES = sorted(file for room in ("rlsys", "examples", "scripts", "bench") for file in (PROJECT / room).rglob("*.py"))
 HOLE = "\0"
 """Placeholder for values that are filled in when the error is raised."""
 

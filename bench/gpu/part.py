@@ -12,7 +12,6 @@ import json
 import multiprocessing
 import os
 import re
-import socket
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor
@@ -103,13 +102,6 @@ def in_new_process(call: Callable[..., T], *arguments: Any, environment: Mapping
     finally:
         os.environ.clear()
         os.environ.update(before)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-    return port
 
 
 def run(setting: Setting, output: Path) -> None:

@@ -11,7 +11,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bench.gpu.figures import Scale
-from bench.gpu.part import free_port
 from rlsys.algorithms.losses import policy_loss
 from rlsys.config.algorithm import AlgorithmConfig
 from rlsys.config.schema import AdamwConfig, Device, Dtype, Layers, ModelConfig, ParallelConfig
@@ -59,7 +58,7 @@ def _alone(device: Device) -> Rendezvous:
     """Return the rendezvous of a process without others, and silence what Megatron logs about it."""
     logging.getLogger("megatron").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore")
-    return Rendezvous(0, 1, "127.0.0.1", free_port(), device, timeout_s=120.0)
+    return Rendezvous(0, 1, "127.0.0.1", 0, device, timeout_s=120.0)
 
 
 def random_micro_batch(scale: Scale, vocab: int, seeds: Iterable[int]) -> MicroBatch:

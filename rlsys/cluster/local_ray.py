@@ -216,7 +216,8 @@ def ray_folder() -> Iterator[Path]:
     parent = ray_parent()
     for other in parent.glob(f"{_PREFIX}*"):
         with suppress(OSError):
-            if other.lstat().st_uid == os.getuid() and (other / LOCK).is_file():
+            # A process that is just making its folder has no scratch folder before it holds the lock.
+            if other.lstat().st_uid == os.getuid() and scratch(other).is_dir():
                 with working_folder(other):
                     _empty(other)
     folder = parent / f"{_PREFIX}{secrets.token_hex(4)}"

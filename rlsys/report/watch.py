@@ -144,11 +144,12 @@ async def _events(run: LiveRun, closing: asyncio.Event) -> AsyncIterator[ServerS
     # The client has just fetched the data.
     known = await asyncio.to_thread(run.known)
     while not closing.is_set():
+        # In this order, a client gets the status of what has changed before it hears of the change.
+        version = await asyncio.to_thread(run.version)
         status = await asyncio.to_thread(run.status)
         if status is not None and status != told:
             told = status
             yield ServerSentEvent(event="status", raw_data=_json(status))
-        version = await asyncio.to_thread(run.version)
         if version != known:
             known = version
             yield ServerSentEvent(event="change", data={})

@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -16,6 +15,7 @@ from rlsys.config.compose import load_config
 from rlsys.observe.faults import KILLED_BY
 from tests.support.paths import PROJECT
 from tests.support.processes import is_gone
+from tests.support.waiting import wait_until
 
 LIMIT_S = 300
 SUPERVISOR = """
@@ -100,15 +100,14 @@ def test_killed_command_is_run_again_within_limits_and_leaves_no_process(
     assert process.wait(LIMIT_S) == status
     found = lives(tmp_path / "lives")
     assert [reason for *_, reason in found] == ["", "SIGKILL"][: min(deaths, 1) + 1]
-    assert all(is_gone(pid) and is_gone(orphan) for pid, orphan, _ in found)
+    wait_until(lambda: all(is_gone(pid) and is_gone(orphan) for pid, orphan, _ in found))
 
 
 def test_command_that_ends_with_an_error_is_not_run_again_and_leaves_no_process(tmp_path: Path) -> None:
     code = 'with ends_by_itself():\n    part.rename(folder / f"life {life}")\n    sys.exit(2)\n'
     assert start(RUN + code, tmp_path / "lives").wait(LIMIT_S) == 2
     ((pid, orphan, _),) = lives(tmp_path / "lives")
-    assert is_gone(pid)
-    assert is_gone(orphan)
+    wait_until(lambda: is_gone(pid) and is_gone(orphan))
 
 
 def test_command_that_a_library_ends_is_run_again(tmp_path: Path) -> None:
@@ -117,21 +116,15 @@ def test_command_that_a_library_ends_is_run_again(tmp_path: Path) -> None:
     assert process.wait(LIMIT_S) == 1
     found = lives(tmp_path / "lives")
     assert len(found) == 2
-    assert all(is_gone(pid) and is_gone(orphan) for pid, orphan, _ in found)
+    wait_until(lambda: all(is_gone(pid) and is_gone(orphan) for pid, orphan, _ in found))
 
 
 @pytest.mark.parametrize("sign", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
 def test_signal_to_the_supervisor_ends_the_command(sign: signal.Signals, tmp_path: Path) -> None:
     process = start(RUN + WAITS, tmp_path / "lives")
-    deadline = time.monotonic() + LIMIT_S
-    while not lives(tmp_path / "lives"):
-        assert time.monotonic() < deadline
-        assert process.poll() is None
-        time.sleep(0.01)
+    wait_until(lambda: lives(tmp_path / "lives") or process.poll() is not None)
     ((pid, orphan, _),) = lives(tmp_path / "lives")
     os.kill(process.pid, sign)
     assert process.wait(LIMIT_S) == (-sign if sign is signal.SIGKILL else 130)
-    while not (is_gone(pid) and is_gone(orphan)):
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    wait_until(lambda: is_gone(pid) and is_gone(orphan))
     assert len(lives(tmp_path / "lives")) == 1

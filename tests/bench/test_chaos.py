@@ -220,7 +220,7 @@ def test_proxy_passes_refuses_and_garbles_replies(proxy: Proxy) -> None:
     body = json.dumps({"queries": ["who?"] * 20}).encode()
 
     def reply() -> bytes:
-        return httpx.post(f"{proxy.url}/retrieve", content=body, trust_env=False).content
+        return httpx.post(f"{proxy.url}/retrieve", content=body, trust_env=False, timeout=600).content
 
     assert reply() == body
     proxy.mode = Kind.garble
@@ -241,7 +241,7 @@ def test_proxy_delays_a_reply_by_a_multiple_of_its_time(upstream: str) -> None:
     slow = Proxy(upstream, clock=count().__next__, wait=wait)
     for kind in (None, Kind.slow):
         slow.mode = kind
-        assert httpx.post(f"{slow.url}/retrieve", content=b"{}", trust_env=False).content == b"{}"
+        assert httpx.post(f"{slow.url}/retrieve", content=b"{}", trust_env=False, timeout=600).content == b"{}"
     assert waits == [SLOWER - 1], "a reply that took one unit of the clock"
 
 

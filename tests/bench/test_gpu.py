@@ -42,7 +42,7 @@ def test_a_part_that_fails_or_hangs_ends_no_other_and_loses_no_figure(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    limits = dict.fromkeys(_SCRIPTS, 100.0) | {"hangs": 4.0}
+    limits = dict.fromkeys(_SCRIPTS, 100.0) | {"hangs": 10.0}
     monkeypatch.setattr(gpu, "PARTS", {name: Part("", limit, needs_model=False) for name, limit in limits.items()})
     monkeypatch.setattr(gpu, "part_command", lambda name, *_: script(name, Path(_[-1]), tmp_path))
     assert gpu.measure(list(_SCRIPTS), Device.cpu, small=True) == 1
@@ -50,7 +50,7 @@ def test_a_part_that_fails_or_hangs_ends_no_other_and_loses_no_figure(
     assert {name: part["failed"].partition(";")[0] for name, part in found["parts"].items()} == {
         "measures": "",
         "crashes": "it ended with status 3",
-        "hangs": "it was ended after 4 s",
+        "hangs": "it was ended after 10 s",
         "misses": "not met: speed",
         "lacks": "",
         "stops": "it ended before its last figure",

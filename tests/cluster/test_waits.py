@@ -112,10 +112,10 @@ async def test_ray_that_hangs_is_ended_although_it_blocks_the_event_loop(silent:
         {name: psutil.Process(process.pid) for name, process in started.items()},
         is_lost=answers.wait if silent else lambda: True,
     )
-    watching = asyncio.create_task(watch.run(every_s=0.0, timeout_s=0.1))
+    watching = asyncio.create_task(watch.run(every_s=0.0, timeout_s=0.1 if silent else 300))
     await asyncio.sleep(0)
     try:
-        started["raylet"].wait(60)  # As a call to Ray does; nothing else can run on the loop.
+        started["raylet"].wait(600)  # As a call to Ray does; nothing else can run on the loop.
         with pytest.raises(RunError, match="gcs_server" if silent else "raylet"):
             await watching
     finally:

@@ -30,6 +30,7 @@ from rlsys.rollout.agent.episode import EngineDied
 from rlsys.rollout.worker import RolloutWorker
 from tests.cluster.toy import Toy
 from tests.support.ports import free_port
+from tests.support.processes import is_gone, words_of
 from tests.support.refusals import refused
 from tests.support.runs import LIMIT_S
 from tests.support.tiny_models import POLICY
@@ -49,8 +50,8 @@ def bundles() -> Iterator[PlacementGroup]:
         with ray_runtime(CLUSTER, [1, 1, 1]) as made:
             yield made
     left = [child for child in psutil.Process().children(recursive=True) if child.pid not in before]
-    assert not [child.name() for child in left if child.status() != psutil.STATUS_ZOMBIE]
-    assert not [pid for pid in orphans if psutil.pid_exists(pid)], "orphans of a dead worker are left"
+    assert not [words_of(child) for child in left if not is_gone(child)]
+    assert not [pid for pid in orphans if not is_gone(pid)], "orphans of a dead worker are left"
 
 
 @asynccontextmanager
@@ -211,7 +212,8 @@ async def test_further_rank_joins_a_group_on_a_ray_of_its_own_without_a_bundle(
         assert await group.call("add", 3) == [(0, [3]), (1, [3]), (7, [3])]
         before = group.memory_bytes()
         held = await group.call_rank(2, "hold", 100 * 2**20)
-        assert held + before / 2 < group.memory_bytes() < held + 2 * before
+        # A further process adds at most what each of the others has; they share pages with processes that come and go.
+        assert held < group.memory_bytes() < held + 4 * before
 
 
 async def test_restarted_group_has_new_processes_with_new_workers(bundles: PlacementGroup, tmp_path: Path) -> None:
@@ -229,10 +231,17 @@ async def test_restarted_group_has_new_processes_with_new_workers(bundles: Place
 async def test_death_is_reported_although_it_made_other_ranks_fail_first(
     known: bool, bundles: PlacementGroup, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    noticed, until_death = tmp_path / "noticed", worker_group._until_death
+
+    async def notice(waits: set[asyncio.Future]) -> tuple[set[asyncio.Future], set[asyncio.Future]]:
+        noticed.touch()
+        return await until_death(waits)
+
     monkeypatch.setattr(worker_group, "DEATH_S", 300.0)
+    monkeypatch.setattr(worker_group, "_until_death", notice)
     async with group_of(bundles, SEATS, tmp_path) as group:
         with pytest.raises(RankDied) as died:
-            await group.call("lose", 1, tmp_path / "failed", known)
+            await group.call("lose", 1, noticed, known)
         assert died.value.rank == 1
 
 
@@ -282,7 +291,6 @@ async def test_workers_on_gpus_see_their_own_and_the_same_nccl_settings(
     assert nccl == [worker_group.NCCL_SETTINGS | {"NCCL_NVLS_ENABLE": "1"}] * 3
 
 
-@pytest.mark.usefixtures("bundles")
 @pytest.mark.parametrize(
     ("device", "threads", "expected"),
     [(Device.gpu, None, "8"), (Device.gpu, 3, "3"), (Device.cpu, None, None), (Device.cpu, 1, "1")],
@@ -295,6 +303,7 @@ def test_worker_on_a_gpu_has_several_threads_by_default(
     assert environment.get("OMP_NUM_THREADS") == expected
 
 
+@pytest.mark.usefixtures("bundles")
 def test_cluster_with_too_few_devices_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runtime, "_local", lambda *_: nullcontext())
     cluster = ClusterConfig(device=Device.gpu, start_timeout_s=1)

@@ -91,15 +91,13 @@ class Toy:
             os._exit(3)
         time.sleep(3600)
 
-    def lose(self, rank: int, file: Path, known: bool) -> None:
-        """End the process of one rank after the other ranks have failed, as they do when they lose a peer.
+    def lose(self, rank: int, noticed: Path, known: bool) -> None:
+        """End the process of one rank when the file `noticed` tells that the failure of the other ranks is known.
 
-        With `known`, they know that they did.
+        They fail as they do when they lose a peer; with `known`, they know that they did.
         """
         if self.rank != rank:
-            file.touch()
             raise PeerLost("a peer has left") if known else ConnectionError("closed by peer")
-        while not file.exists():
+        while not noticed.exists():
             time.sleep(0.02)
-        time.sleep(0.5)
         os._exit(3)

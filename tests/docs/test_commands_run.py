@@ -62,9 +62,11 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Finished:
 @pytest.fixture
 def reader(tmp_path: Path, finished: Finished) -> Path:
     """A folder like a fresh checkout with two runs, and with the files that a reader is asked to write."""
-    for name in ("configs", "examples", "docs", "scripts", "toolkits", "rlsys", "data/tiny_world"):
+    for name in ("configs", "examples", "scripts", "toolkits", "rlsys", "data/tiny_world"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).symlink_to(PROJECT / name)
+    (tmp_path / "docs").mkdir()
+    shutil.copy(PROJECT / "docs" / "glossary.md", tmp_path / "docs")  # All pages would take a minute to be indexed.
     (tmp_path / "build").mkdir()
     (tmp_path / "outputs").mkdir()
     for name in ("RUN", "OTHER"):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -29,6 +28,7 @@ from rlsys.search.corpus import PageStore
 from rlsys.search.retrieval import Hit
 from rlsys.search.server.asgi import create_app
 from tests.rollout.agent.scripted import CODEC, DRAWN
+from tests.support.jsonl import read_rows
 from tests.support.serving import serving
 
 LIMITS = {"max_turns": 40, "max_total_tokens": 100_000, "max_observation_tokens": 500, "token_mode": TokenMode.append}
@@ -70,7 +70,7 @@ class SharedWords:
 
 @pytest.fixture(scope="module")
 def url(folder: Path) -> Iterator[str]:
-    rows = [json.loads(line) for line in (folder / "corpus.jsonl").read_text().splitlines()]
+    rows = read_rows(folder / "corpus.jsonl")
     with serving(create_app(SharedWords(rows), pages=PageStore(folder / "pages.jsonl"))) as address:
         yield address
 

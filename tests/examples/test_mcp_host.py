@@ -8,8 +8,8 @@ from rlsys.config.schema import GatewayAgent
 from rlsys.data.trajectory import Finish
 from rlsys.search.server.asgi import create_app
 from tests.rollout.agent.gateway_play import CODEC, END, Engine, play, trained
-from tests.rollout.agent.test_react import called
 from tests.search.gated import Gated, Pages
+from tests.support.chat_templates import called
 from tests.support.serving import serving
 
 

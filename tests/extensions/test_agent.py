@@ -74,7 +74,7 @@ async def test_interrupted_episode_of_an_own_agent_begins_anew() -> None:
     halting = Script(["one.", "two."], halt=(1, "say"))
     group = EpisodeGroup(QUESTION, [3], EpisodeTools(halting, halting, CODEC, config), DRAWN)
     playing = asyncio.ensure_future(group.play(asyncio.Semaphore(1), 600))
-    await asyncio.wait_for(halting.halted.wait(), 60)
+    await asyncio.wait_for(halting.halted.wait(), 600)
     assert [one.turns for one in group.progress()] == [()], "it had begun, and nothing of it is kept"
     playing.cancel()
     await asyncio.gather(playing, return_exceptions=True)

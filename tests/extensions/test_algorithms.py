@@ -3,29 +3,26 @@
 from __future__ import annotations
 
 import importlib
-import math
 import pickle
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import pytest
-import torch
 
 from rlsys.algorithms.kl import KlController
-from rlsys.algorithms.losses import LossInputs, policy_loss
+from rlsys.algorithms.losses import policy_loss
 from rlsys.config.compose import as_dict, differences, recorded, typed
 from rlsys.config.derived import has_critic, needs_whole_mini_batch
 from rlsys.config.problems import algorithm_problems
 from rlsys.config.schema import RunConfig
-from rlsys.data.trajectory import Group, Sample, Scores
+from rlsys.data.trajectory import Group
 from rlsys.errors import Code
 from rlsys.orchestrator.pipeline.grouping import finish, over_mini_batch
 from rlsys.weights.checkpoint.state_file import load_values, save_values
+from tests.extensions.small_batches import batch, group
 from tests.support.composed import composed
 from tests.support.refusals import refused
-from tests.support.trajectories import question, trajectory
 
 FILE = """
 from collections.abc import Callable, Sequence
@@ -118,23 +115,6 @@ def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Own]:
     monkeypatch.syspath_prepend(tmp_path)
     yield composed
     importlib.sys.modules.pop("toys", None)
-
-
-def batch(advantages: list[float]) -> tuple[torch.Tensor, LossInputs]:
-    """Return log-probs [1, n + 1] and inputs whose last token is untrained."""
-    width = len(advantages) + 1
-    draw = torch.Generator().manual_seed(0)
-    old, ref, now = -torch.rand(3, 1, width, generator=draw)
-    mask = torch.tensor([[True] * len(advantages) + [False]])
-    inputs = LossInputs(
-        old_logprobs=old,
-        ref_logprobs=ref,
-        advantages=torch.tensor([[*advantages, math.nan]]),
-        mask=mask,
-        weights=mask.float(),
-        sequences=torch.zeros(1, width, dtype=torch.int64),
-    )
-    return now.requires_grad_(), inputs
 
 
 def test_policy_loss_and_kl_estimator_of_ones_own_are_trained(own: Own) -> None:
@@ -233,14 +213,6 @@ def test_loss_may_be_anything_at_untrained_tokens(own: Own) -> None:
     total.backward()
     assert logprobs.grad is not None
     assert logprobs.grad[0].tolist() == [-1.0, 1.0, 0.0]
-
-
-def group(*rewards: float) -> Group:
-    """Return a scored group of episodes with a prompt token and two trained tokens."""
-    one = trajectory(range(3), [False, True, True])
-    scores = Scores(np.zeros(3, np.float32), values=np.array([9.0, 0.25, 0.5], np.float32))
-    samples = [Sample(one, reward, (reward,), {}, np.zeros(3, np.float32)) for reward in rewards]
-    return Group(question(1), tuple(sample.with_scores(scores) for sample in samples))
 
 
 def advantages(group: Group) -> list[list[float]]:

@@ -17,7 +17,7 @@ from rlsys.algorithms.losses import Stats, policy_loss
 from rlsys.orchestrator.pipeline.grouping import finish
 from tests.extensions.hanging_toys import RELEASED
 from tests.extensions.optimizer_toys import Descent
-from tests.extensions.test_algorithms import batch, group
+from tests.extensions.small_batches import batch, group
 from tests.support.composed import composed
 from tests.support.refusals import refused
 

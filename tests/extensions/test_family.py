@@ -35,8 +35,8 @@ from tests.support.runs import Finished
 from tests.support.tiny_models import even_tokens, tiny_model
 from tests.support.tiny_shape import SHAPE
 from tests.trainer import reference
+from tests.trainer.against_transformers import check_training
 from tests.trainer.harness import Layout, local_model
-from tests.trainer.test_against_transformers import check_training
 
 FAMILY = tiny_configs.OWN_FAMILY
 TOYS = "tests.extensions.family_toys"

@@ -2,94 +2,24 @@
 
 from __future__ import annotations
 
-import asyncio
 import shutil
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from examples.extend import schedule as example
-from rlsys.apps.planner.virtual_time import run_virtually
 from rlsys.config.derived import max_staleness, max_wait, on_update
-from rlsys.config.schema import OnUpdate, RunConfig
-from rlsys.data.prompt_source import PromptSource
-from rlsys.data.question import Question
-from rlsys.data.trajectory import Sample, Trajectory
-from rlsys.errors import Code, UserError, root_cause
-from rlsys.orchestrator.pipeline.rollout_pipeline import Handlers, RolloutPipeline
-from rlsys.orchestrator.pipeline.training_step import MiniBatches, learn, make_scheduler, score_batch_size
+from rlsys.config.schema import OnUpdate
+from rlsys.errors import Code, UserError
+from rlsys.orchestrator.pipeline.training_step import make_scheduler
 from rlsys.orchestrator.validate import find_problems
-from tests.orchestrator.pipeline.test_rollout_pipeline import InstantWorkers
-from tests.support.composed import composed
+from tests.extensions.scheduled_run import KEY, PROMPTS, STEPS, assert_named, config_of, run
 from tests.support.refusals import refused
-from tests.support.trajectories import question, trajectory
 
 TOYS = "tests.extensions.schedule_toys"
-KEY = "trainer.schedule.kind"
-STEPS, PROMPTS = 4, 2
 DEMO_FILES = {"model.path", "search.index", "task.train_path", "task.eval_path"}
 """Keys of files that only a machine with the demo has."""
-
-
-def config_of(kind: str, *overrides: str) -> RunConfig:
-    """Return the config of a run of `STEPS` steps of `PROMPTS` prompt groups."""
-    sizes = (f"trainer.steps={STEPS}", f"trainer.prompts_per_step={PROMPTS}", "trainer.mini_batches=1")
-    return composed(f"trainer.schedule={kind}", *sizes, *overrides)
-
-
-class Workers(InstantWorkers):
-    """Workers whose rollouts take a second, and whose training calls take ten."""
-
-    capacity = 8
-
-    def __init__(self) -> None:
-        self.running = self.most_running = 0
-        self.trained: list[list[int]] = []
-        """Prompt groups of each step, in the order of training."""
-
-    async def run_group(self, asked: Question, number: int, *_: Any) -> list[Trajectory]:
-        version = self.version
-        self.running += 1
-        self.most_running = max(self.running, self.most_running)
-        await asyncio.sleep(1)
-        self.running -= 1
-        return [trajectory(uid=asked.uid, version=version, sample=number)]
-
-    async def in_flight(self) -> Mapping[int, Any]:
-        return {}
-
-    async def accumulate(self, samples: Sequence[Sample], last: bool) -> None:  # noqa: ARG002
-        self.trained[-1] += [sample.trajectory.sample for sample in samples]
-        await asyncio.sleep(10)
-
-
-def run(config: RunConfig) -> tuple[Workers, RolloutPipeline]:
-    """Train the steps of `config`, and check that every prompt handed out is trained or back in the source."""
-    workers, handed_out = Workers(), [question(number) for number in range(20)]
-    prompts, handlers = PromptSource(handed_out, seed=0), Handlers(workers.reward, lambda group: group)
-    pipeline = RolloutPipeline(
-        make_scheduler(config), prompts, workers, workers, handlers, score_batch_size(config), workers
-    )
-
-    async def steps() -> None:
-        async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(pipeline.run())
-            for step in range(1, STEPS + 1):
-                workers.trained.append([])
-                await learn(pipeline, {"actor": workers}, workers, MiniBatches([PROMPTS]))
-                workers.version = step
-                pipeline.publish(step)
-            pipeline.stop()
-
-    try:
-        run_virtually(steps())
-    finally:
-        state, closed = prompts.state(), pipeline.scheduler.version
-        assert pipeline.scheduler.outstanding == []
-        assert len(state.given_back) + closed * PROMPTS == state.position
-    return workers, pipeline
 
 
 def test_schedule_named_in_the_config_decides_within_the_bounds() -> None:
@@ -109,17 +39,6 @@ def test_bounds_of_a_schedule_are_keys_of_the_config() -> None:
     config = config_of(f"{TOYS}.InPairs", "trainer.schedule.max_staleness=3", "trainer.schedule.max_wait=2")
     assert (max_staleness(config), max_wait(config), on_update(config)) == (3, 2, OnUpdate.finish)
     assert make_scheduler(config).max_staleness == 3
-
-
-def assert_named(kind: str, *overrides: str) -> None:
-    """Assert that a run ends with a sentence that names its schedule; `run` checks that no prompt is lost."""
-    with pytest.raises(ExceptionGroup) as caught:
-        run(config_of(kind, *overrides))
-    error = root_cause(caught.value)
-    assert isinstance(error, UserError)
-    assert (error.code, error.key) == ("user_code", KEY)
-    assert kind in str(error)
-    assert "\n" not in str(error)
 
 
 @pytest.mark.parametrize("kind", ["Never", "RefusesLater", "Fails"])

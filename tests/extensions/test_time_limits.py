@@ -28,8 +28,8 @@ from rlsys.orchestrator.pipeline.grouping import finish, over_mini_batch
 from rlsys.search.index.backend import BackendRetriever
 from rlsys.search.index.make import make_index, recipe
 from tests.extensions import hanging_toys
-from tests.extensions.test_algorithms import batch, group
-from tests.extensions.test_schedule import assert_named
+from tests.extensions.scheduled_run import assert_named
+from tests.extensions.small_batches import batch, group
 from tests.search.gated import in_process
 from tests.support.composed import composed
 from tests.support.refusals import refused

@@ -17,7 +17,7 @@ class Counting:
 
     name = "counting"
     tag = "count"
-    timeout_s = 20.0
+    timeout_s = 600.0
     description = "count"
 
     def __init__(self, *, by: Annotated[int, Ge(1)] = 1, label: str) -> None:

@@ -1,6 +1,5 @@
 """Tests of PPO, EMA-PG, KL and reward variants, and guards: one real `rlsys train` each."""
 
-import json
 import os
 from pathlib import Path
 
@@ -8,6 +7,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from tests.support.jsonl import read_rows
 from tests.support.paths import PROJECT
 from tests.support.runs import PLAIN_ENGINE, Finished, rlsys, small
 from tests.support.serving import served
@@ -105,5 +105,5 @@ def test_guard_alarm_stops_the_run_with_a_checkpoint_and_a_message(tmp_path: Pat
     assert "Traceback" not in done.stderr
     (folder,) = tmp_path.glob("searchr1_tiny_cpu-*")
     assert (folder / "checkpoints" / "global_step_1" / "actor").is_dir()
-    (row,) = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    (row,) = read_rows(folder / "metrics.jsonl")
     assert row["guard/entropy"] == 1.0

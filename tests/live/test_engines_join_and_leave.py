@@ -7,9 +7,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.live.test_resume_live import assert_each_prompt_ended_once, rows, running, wait_for
-from tests.orchestrator.groups.test_real_restarts import worker_of
-from tests.support.processes import is_gone
+from tests.live.running import assert_each_prompt_ended_once, running, wait_for
+from tests.support.jsonl import read_rows
+from tests.support.processes import is_gone, worker_of
 from tests.support.runs import LIMIT_S, PLAIN_ENGINE, rlsys
 
 STEPS = 30
@@ -51,10 +51,10 @@ def test_engines_leave_and_join_while_a_run_trains(tmp_path: Path) -> None:
     ]
     assert all(is_gone(one) for one in processes), "a process of the engine that left is left"
 
-    changes = [(row["event"], row["part"]) for row in rows(folder / "faults.jsonl")]
+    changes = [(row["event"], row["part"]) for row in read_rows(folder / "faults.jsonl")]
     assert (changes[0], changes[-1]) == (("left", "engine 0"), ("left", "engine 1"))
     assert set(changes[1:-1]) == {("joined", "engine 0"), ("joined", "engine 2")}
-    metrics = rows(folder / "metrics.jsonl")
+    metrics = read_rows(folder / "metrics.jsonl")
     assert metrics[-1]["rollout/engines"] == 2
     assert metrics[-1]["rollout/lost_groups"] == 0
     summary = json.loads((folder / "summary.json").read_text())

@@ -8,9 +8,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.live.test_resume_live import assert_each_prompt_ended_once, rows, running, wait_for
-from tests.orchestrator.groups.test_real_restarts import worker_of
-from tests.support.processes import is_gone, words_of
+from tests.live.running import assert_each_prompt_ended_once, running, wait_for
+from tests.support.jsonl import read_rows
+from tests.support.processes import is_gone, words_of, worker_of
 from tests.support.runs import LIMIT_S
 
 STEPS = 12
@@ -18,7 +18,7 @@ RUN = [
     f"trainer.steps={STEPS}",
     "trainer.schedule.kind=async",
     "cluster.placement.rollout=2-3",
-    "rollout.engine.stall_timeout_s=60",  # Longer than a busy machine may delay an answer.
+    "rollout.engine.stall_timeout_s=30",  # Longer than a busy machine may delay an answer.
 ]
 
 pytestmark = [pytest.mark.slow, pytest.mark.engine]
@@ -42,12 +42,12 @@ def test_engine_that_is_killed_and_engine_that_hangs_come_back(tmp_path: Path) -
         assert process.wait(LIMIT_S) == 0, log.read_text()[-3000:]
     assert all(is_gone(one) for one in (killed, worker, hung)), "a replaced process is left"
 
-    faults = rows(folder / "faults.jsonl")
+    faults = read_rows(folder / "faults.jsonl")
     began = {(row["part"], row["kind"]) for row in faults if row["event"] == "began"}
     assert began == {("engine 0", "died"), ("engine 1", "hung")}
     assert Counter(row["event"] for row in faults) == {"began": 2, "recovered": 2}
 
-    metrics = rows(folder / "metrics.jsonl")
+    metrics = read_rows(folder / "metrics.jsonl")
     assert metrics[-1]["rollout/engines"] == 2
     summary = json.loads((folder / "summary.json").read_text())
     assert summary["weight_syncs"] == STEPS + 1

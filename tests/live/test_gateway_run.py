@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
-from tests.live.test_tools_run import kept_episodes, learnt, one_step
+from tests.live.learnt_run import kept_episodes, learnt, one_step
 from tests.support import tiny
 from tests.support.runs import PLAIN_ENGINE, Finished
 

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 from rich.console import Console
 from typer.testing import CliRunner
 
@@ -23,9 +22,9 @@ from rlsys.config.derived import has_critic, megatron_groups
 from rlsys.config.schema import RunConfig
 from rlsys.search.index.folder import BM25, write_manifest
 from rlsys.weights.weight_map import read_architecture
+from tests.live.miniature_run import tiny_run, train_two_steps
 from tests.support.miniature import miniature
-from tests.support.runs import PATIENT, succeed
-from tests.support.tiny_models import LAYERS, even_tokens, tiny_model
+from tests.support.tiny_models import LAYERS, tiny_model
 
 SHAPES = PROJECT_CONFIGS / "model" / "shapes"
 EXPERIMENTS = sorted({path.stem for path in PROJECT_CONFIGS.glob("*.yaml")} - {"searchr1_tiny_cpu"})
@@ -39,7 +38,6 @@ BILLIONS = {
     "qwen3-30b-a3b": 30.53,
 }
 """Model -> billions of parameters, from its model card."""
-REWARD = f"{even_tokens.__module__}.{even_tokens.__name__}"
 
 
 @cache
@@ -73,27 +71,6 @@ def tiny_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], RunConf
     """Function from a model family to the config of a tiny run; it writes the tiny world and a tiny model."""
     prepare_world(Console(quiet=True))
     return cache(lambda family: tiny_run(tiny_model(family, tmp_path_factory.mktemp(family))))
-
-
-def tiny_run(model: Path) -> RunConfig:
-    """Config of a run of `model` on CPUs; miniatures take their sizes from this config."""
-    return load_config(
-        "searchr1_tiny_cpu",
-        [
-            *PATIENT,
-            f"model.path={model}",
-            "trainer.steps=2",
-            "trainer.prompts_per_step=8",
-            "trainer.mini_batches=2",
-            "task.max_turns=1",
-            "eval.interval=0",
-            "eval.limit=4",
-            "rollout.engine.kv_cache_tokens=16384",
-            "tracking.wandb=false",
-            "tracking.tensorboard=false",
-            f"reward.terms.{REWARD}=1.0",
-        ],
-    )
 
 
 @pytest.mark.parametrize("experiment", EXPERIMENTS)
@@ -166,22 +143,3 @@ def test_every_setting_trains_and_every_two_of_a_layout_train_together(
         except AssertionError as error:
             failed[experiment] = error
     assert not failed
-
-
-def train_two_steps(config: RunConfig, folder: Path) -> None:
-    """Run `rlsys train`, and check that all groups have computed the same model."""
-    folder.mkdir()
-    settings = {"defaults": ["rlsys_schema", "_self_"], **as_dict(config), "output_dir": str(folder / "out")}
-    (folder / f"{config.name}.yaml").write_text(yaml.safe_dump(settings, sort_keys=False))
-    succeed("train", "--config-dir", folder, "-c", config.name)
-    (run,) = (folder / "out").iterdir()
-    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    assert json.loads((run / "summary.json").read_text())["steps"] == len(rows) == 2
-    for step, row in enumerate(rows, start=1):
-        versions = [value for key, value in row.items() if key.startswith("engine/") and key.endswith("/version")]
-        assert set(versions) == {step}, "every engine must have the newest version"
-        assert 0 < row["logprob/max_diff"] < 1e-3, "the engines and Megatron must compute the same model"
-        assert row["actor/first_ratio_dev_max"] < 1e-3, "so must the Megatron groups, each with its own parallelism"
-        assert row["actor/grad_norm"] > 0
-    if has_critic(config.algorithm):
-        assert rows[1]["critic/values/max"] > rows[1]["critic/values/min"]

@@ -146,7 +146,7 @@ def started(words: list[str], home: Path, log: Path) -> Iterator[psutil.Popen]:
         if process.poll() is None:
             process.send_signal(signal.SIGINT)
             try:
-                process.wait(60)
+                process.wait(600)
             except psutil.TimeoutExpired:
                 process.kill()
 

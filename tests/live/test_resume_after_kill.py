@@ -17,6 +17,7 @@ import torch
 from rlsys.observe.kept import trajectory_file, trajectory_steps
 from rlsys.weights.checkpoint.store import check
 from tests.support import tiny_configs
+from tests.support.jsonl import read_rows
 from tests.support.recorded_run import GROUPS, MOMENTS, NAME, STEPS, ended
 from tests.trainer import reference
 
@@ -38,7 +39,7 @@ class RunResults:
         }
         self.checkpoints = sorted((folder / "checkpoints").iterdir())
         self.openings = int((folder / "openings").read_text())
-        faults = [json.loads(line) for line in (folder / "faults.jsonl").read_text().splitlines()]
+        faults = read_rows(folder / "faults.jsonl")
         self.faults = [(row.get("part"), row["event"]) for row in faults]
 
     @staticmethod

@@ -24,7 +24,7 @@ from rlsys.rollout.engine import EngineDriver
 from rlsys.trainer.batches import collate
 from rlsys.trainer.log_prob import LogProbWorker
 from rlsys.weights.weight_map import read_architecture
-from tests.live.test_miniatures import tiny_run, train_two_steps
+from tests.live.miniature_run import tiny_run, train_two_steps
 from tests.support.megatron_processes import Group, on_ranks
 from tests.support.tiny_models import tiny_model
 from tests.support.trajectories import sample

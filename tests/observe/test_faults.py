@@ -24,6 +24,7 @@ from rlsys.observe.faults import (
 )
 from rlsys.observe.run_folder import open_run
 from tests.support.damage import DAMAGES
+from tests.support.jsonl import read_rows
 from tests.support.made_run import Maker, Size, add_faults, made_run
 
 
@@ -39,7 +40,7 @@ def test_faults_are_on_disk_when_they_begin_and_when_they_end(tmp_path: Path) ->
     log.end(server, Outcome.given_up, "no answer within 5 s")
 
     assert log.metrics() == {"faults/began": 2, "faults/recovered": 1, "faults/given_up": 1, "faults/recovery_s": 4.5}
-    rows = [json.loads(line) for line in (tmp_path / FAULTS).read_text().splitlines()]
+    rows = read_rows(tmp_path / FAULTS)
     assert [(row["fault"], row["event"], row["time"], row["step"]) for row in rows] == [
         (1, "began", 100.0, 7),
         (2, "began", 101.0, 7),

@@ -28,6 +28,7 @@ from rlsys.observe.records import LineLog, read_metrics
 from rlsys.observe.run_folder import open_run
 from tests.support.answers import answered, asked
 from tests.support.damage import ALIASES, DAMAGES, DEEP, LEVELS, OBJECTS, holding
+from tests.support.jsonl import read_rows
 from tests.support.made_run import Maker, Size, add_measured, made_run
 from tests.support.refusals import refused
 
@@ -103,10 +104,6 @@ def test_yaml_beyond_json_is_refused(tmp_path: Path, text: bytes) -> None:
         read_yaml(file)
 
 
-def rows(path: Path) -> list[dict[str, object]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
 def filled(path: Path, count: int = 3) -> list[int]:
     """Write a file of `count` rows; returns the position after each row."""
     log, positions = LineLog(path), []
@@ -128,7 +125,7 @@ def test_log_opened_at_a_position_keeps_only_the_rows_before_it(kept: int, tmp_p
     log.append({"row": "new"})
     log.append({"row": "last"})
     assert log.position == path.stat().st_size
-    assert [row["row"] for row in rows(path)] == [*range(kept), "new", "last"]
+    assert [row["row"] for row in read_rows(path)] == [*range(kept), "new", "last"]
 
 
 @pytest.mark.parametrize("position", [None, 10_000])
@@ -175,13 +172,13 @@ def test_full_disk_is_reported_and_leaves_no_partial_row(tmp_path: Path) -> None
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert raised.value.code == "no_room"
-    assert rows(path) == [{"row": 1}], "the partial row must be removed"
+    assert read_rows(path) == [{"row": 1}], "the partial row must be removed"
     log.append({"row": 3})
     assert log.position == path.stat().st_size
     log.close()
     again = LineLog(path)
     again.append({"row": 4})
-    assert [row["row"] for row in rows(path)] == [1, 3, 4]
+    assert [row["row"] for row in read_rows(path)] == [1, 3, 4]
 
 
 FILES = ("run.json", "config.yaml", "metrics.jsonl", "timeline.jsonl", "summary.json", "status.json")
@@ -199,7 +196,7 @@ def folder(tmp_path: Path) -> Path:
 def test_complete_run_folder_is_read(folder: Path) -> None:
     run = open_run(folder)
     assert (run.name, run.config["name"]) == ("run-20250101-120000", "made")
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    rows = read_rows(folder / "metrics.jsonl")
     assert [row["actor/entropy"] for row in run.rows] == [row["actor/entropy"] for row in rows]
     assert [row["step"] for row in run.evaluations] == [0, 3]
     assert [row["uid"] for row in run.answers(3)] == ["heldout:0"]

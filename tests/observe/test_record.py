@@ -34,6 +34,7 @@ from rlsys.orchestrator.evaluation.scores import scores_of
 from rlsys.orchestrator.pipeline.scheduler import DropReason, GroupOutcome, GroupStage
 from rlsys.orchestrator.run_logger import History, RunLogger
 from rlsys.weights.flops import Flops
+from tests.support.jsonl import read_rows
 from tests.support.trajectories import question, rewarded, trajectory
 
 S = 1_000_000_000
@@ -133,10 +134,7 @@ def test_episodes_of_an_evaluation_that_were_cut_off_are_counted_in_a_warning(tm
 
 def content(folder: Path) -> list[list[Any]]:
     """Recorded metrics, prompt ends and trajectories of a run, without clock times."""
-    rows, ends = (
-        [json.loads(line) for line in (folder / name).read_text().splitlines()]
-        for name in ("metrics.jsonl", "prompts.jsonl")
-    )
+    rows, ends = (read_rows(folder / name) for name in ("metrics.jsonl", "prompts.jsonl"))
     for row in rows:
         del row["time"], row["time/cpu"]
     return [rows, ends, [*map(write_row, open_run(folder).trajectories())]]
@@ -178,7 +176,7 @@ def test_spans_are_kept_on_disk_and_traced_for_the_last_steps(tmp_path: Path, mo
     run = RecordedRun(tmp_path)
 
     def spans_in_memory() -> int:
-        return sum(isinstance(one, Span) for one in gc.get_objects())
+        return sum(type(one) is Span for one in gc.get_objects())
 
     run.step(1)
     before = spans_in_memory()

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -17,27 +15,7 @@ from rlsys.errors import RunError, UserError
 from rlsys.observe import requests
 from rlsys.observe.requests import REQUESTS, Inbox, Request, ask
 from tests.support.refusals import refused
-
-
-@contextmanager
-def driver(inbox: Inbox, carry_out: Callable[[Request], None]) -> Iterator[None]:
-    """Give each request once to `carry_out` in a thread, until the body ends."""
-    over, begun = threading.Event(), set()
-
-    def run() -> None:
-        while not over.wait(0.01):
-            for request in inbox.requests():
-                if request.name not in begun:
-                    begun.add(request.name)
-                    carry_out(request)
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    try:
-        yield
-    finally:
-        over.set()
-        thread.join()
+from tests.support.request_driver import driver
 
 
 def active() -> None:
@@ -55,7 +33,7 @@ def test_a_request_is_answered_with_its_waits_and_its_end(tmp_path: Path) -> Non
     def carry_out(request: Request) -> None:
         taken.append((request.action, request.engine, request.limit_s))
         inbox.say(request, "waits for 3 groups")
-        assert heard.wait(60)
+        assert heard.wait(600)
         inbox.end(request, "engine 1 left", [{"engine": 0}])
 
     with driver(inbox, carry_out):

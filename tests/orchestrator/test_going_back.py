@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import io
-import json
 import subprocess
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
@@ -27,6 +26,7 @@ from rlsys.orchestrator.engine_pool import NoEngineLeft
 from rlsys.orchestrator.resume import Origin
 from rlsys.orchestrator.run import Run, Session, lost_worker
 from rlsys.train import train
+from tests.support.jsonl import read_rows
 
 DIED = RankDied("actor rank 1 died before it could finish apply.\nits log", 1, "actor rank 1")
 HANGS = RankSilent("waited 9 s for inference rank 0 to finish compute.", 0, "inference rank 0")
@@ -99,7 +99,7 @@ class Failing(Session):
         await train(self.config, self.run_dir, None, opened)
 
     def rows(self) -> list[dict[str, Any]]:
-        return [json.loads(line) for line in (self.run_dir / FAULTS).read_text().splitlines()]
+        return read_rows(self.run_dir / FAULTS)
 
     def events(self) -> list[str]:
         return [row["event"] for row in self.rows()]

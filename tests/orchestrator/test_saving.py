@@ -20,6 +20,7 @@ from rlsys.errors import RunError
 from rlsys.orchestrator import run as driver
 from rlsys.orchestrator.saving import Saver
 from rlsys.weights.checkpoint.store import CheckpointStore, RetentionPolicy, check
+from tests.support.waiting import let_tasks_run, until
 
 
 @pytest.fixture(autouse=True)
@@ -119,11 +120,6 @@ BEGUN = ["need actor", "begin actor", "need critic", "begin critic"]
 FINISHED = ["finish actor", "finish critic"]
 
 
-async def let_tasks_run() -> None:
-    for _ in range(100):
-        await asyncio.sleep(0)
-
-
 async def test_parts_are_begun_in_order_and_published_once_all_are_written(run: SavingRun, tmp_path: Path) -> None:
     await run.begin(3)
     assert (run.events, run.steps()) == (BEGUN, [])
@@ -187,8 +183,7 @@ async def test_failed_save_is_deleted_after_the_other_parts_have_ended(fails: st
         await run.saver.finish()
 
     saved = asyncio.create_task(save())
-    while critic.folder is None or run.events[-1] != f"{fails} actor":
-        await asyncio.sleep(0)
+    await until(lambda: critic.folder is not None and run.events[-1] == f"{fails} actor")
     await let_tasks_run()
     assert run.left() == [".global_step_2.partial", "global_step_1"]
     assert not saved.done()
@@ -248,8 +243,7 @@ async def test_a_save_that_is_cancelled_while_it_is_published_ends_first(
 
     monkeypatch.setattr(CheckpointStore, "publish", slowly)
     saving = asyncio.create_task(run.save(1))
-    while not began.is_set():
-        await asyncio.sleep(0)
+    await until(began.is_set)
     for _ in range(2):
         saving.cancel()
         await let_tasks_run()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -25,6 +24,7 @@ from rlsys.orchestrator.pipeline.rollout_pipeline import GroupLost, LostReason
 from rlsys.orchestrator.search_server import LAST_PAUSE_S, WATCH_S, SearchOutages
 from rlsys.search.retrieval import SearchFailed
 from tests.orchestrator.groups.engines import SAMPLES, TIMEOUT_S, Engines, Worker, episodes, make
+from tests.support.jsonl import read_rows
 from tests.support.trajectories import question, trajectory
 from tests.support.virtual_time import virtually
 
@@ -123,7 +123,7 @@ class Setting:
     path: Path
 
     def faults(self) -> list[Any]:
-        return [json.loads(line) for line in (self.path / FAULTS).read_text().splitlines()]
+        return read_rows(self.path / FAULTS)
 
 
 @asynccontextmanager

@@ -61,13 +61,13 @@ BLOCKED = """
 import asyncio, sys, threading
 from pathlib import Path
 from rlsys.orchestrator import watchdog
-watchdog.POLL_S = 0.02
+watchdog.POLL_S = 0.2
 
 def wait_for_nothing():
     threading.Event().wait()
 
 async def drive(blocks):
-    with watchdog.ending_if_blocked(Path(sys.argv[1]), 0.1 if blocks else 1e9):
+    with watchdog.ending_if_blocked(Path(sys.argv[1]), 4.0 if blocks else 1e9):
         if blocks:
             wait_for_nothing()
         await asyncio.sleep(0.1)

@@ -5,19 +5,18 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from playwright.sync_api import expect
 
 from rlsys.observe.run_folder import RunFolder, open_run
 from rlsys.report.report_page import write_report
-from tests.report.watch.test_server import watching
+from tests.report.watch.watching import watching
 from tests.support.answers import answered, asked
-from tests.support.browser import DESKTOP, PHONE, Look, browser, look
+from tests.support.browser import DESKTOP, PHONE, Look, browser, expect, look
 from tests.support.growing_run import add_evaluation, add_step, write_run, write_status
 from tests.support.made_run import Maker, Size, add_faults, add_measured, made_run
 
 __all__ = ["browser", "look"]
 
-pytestmark = pytest.mark.slow
+slow = pytest.mark.slow
 
 VIEWS = ("overview", "curves", "time", "tokens", "trajectories", "evaluations", "setup")
 EVIL = (
@@ -44,6 +43,7 @@ def at(report: Path, where: str) -> str:
     return f"{report.resolve().as_uri()}#{where}"
 
 
+@slow
 @pytest.mark.parametrize(("size", "dark"), [(DESKTOP, False), (PHONE, True)], ids=["desktop", "phone, dark"])
 def test_every_view_opens_directly_and_fits_the_screen(
     report: Path, look: Look, size: tuple[int, int], dark: bool
@@ -63,6 +63,7 @@ def test_every_view_opens_directly_and_fits_the_screen(
     assert set(opened.requests) == {report.resolve().as_uri()}, "the page may load nothing else"
 
 
+@slow
 def test_filters_select_trajectories_and_stay_in_the_address(run: RunFolder, report: Path, look: Look) -> None:
     kept = list(run.trajectories())
     page = look(at(report, "view=trajectories")).page
@@ -80,6 +81,7 @@ def test_filters_select_trajectories_and_stay_in_the_address(run: RunFolder, rep
     expect(found).to_contain_text(f"4 of {len(kept)}")
 
 
+@slow
 def test_trajectory_is_shown_token_by_token(run: RunFolder, report: Path, look: Look) -> None:
     number = 21
     one = list(run.trajectories())[number]
@@ -104,6 +106,7 @@ def test_trajectory_is_shown_token_by_token(run: RunFolder, report: Path, look: 
     assert opened.problems == []
 
 
+@slow
 def test_faults_have_a_table_and_mark_their_steps(tmp_path: Path, look: Look) -> None:
     run = made_run(tmp_path / "run", Maker(Size(steps=5)))
     add_faults(run, part=EVIL[0], detail="; ".join(EVIL))
@@ -147,6 +150,7 @@ def test_untrusted_text_stays_text(tmp_path: Path, look: Look) -> None:
         assert opened.problems == []
 
 
+@slow
 def test_live_page_follows_a_run_from_before_its_first_step_to_its_end(tmp_path: Path, look: Look) -> None:
     folder = write_run(tmp_path / "run")
     with watching(folder) as (address, _):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterable
 from copy import deepcopy
 from dataclasses import dataclass, field
@@ -19,6 +18,7 @@ from rlsys.rollout.engine import EngineDriver
 from rlsys.rollout.worker import RolloutWorker
 from tests.support import tiny
 from tests.support.tensors import digest_of, pack
+from tests.support.waiting import until
 
 STOP = ("</search>", "</answer>")
 QUESTION = Question(uid="q1", prompt=tiny.FIRST.prompt, answers=("Paris",))
@@ -85,8 +85,7 @@ class Bench(EngineBench):
         """Wait until `requests` requests have at least `tokens` tokens each."""
         # An unstreamed request reports its tokens only at its end, so this reads SGLang's own state.
         states = self.sglang._manager.rid_to_state
-        while sum(len(state.output_ids) >= tokens for state in states.values()) < requests:
-            await asyncio.sleep(0.01)
+        await until(lambda: sum(len(state.output_ids) >= tokens for state in states.values()) >= requests)
 
     def assert_logprobs(self, input_ids: list[int], generation: Generation) -> None:
         """Check each token's log-prob against transformers with the weights of the version that sampled the token."""

@@ -82,7 +82,7 @@ def test_template_ends_with_its_engine_and_its_forks_have_the_environment_of_the
             template.send_signal(signal.SIGINT)
             (sleep,) = child.children()
             engine.kill()
-            _, alive = psutil.wait_procs([template, child], timeout=60)
+            _, alive = psutil.wait_procs([template, child], timeout=600)
             for process in (*alive, sleep):
                 process.kill()
             assert not alive

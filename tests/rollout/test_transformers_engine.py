@@ -117,8 +117,9 @@ async def test_draws_have_the_models_distribution_and_log_probs_of_the_whole(
     assert {*np.flatnonzero(counts)} <= kept.keys()
     for token, share in kept.items():
         chance = share / sum(kept.values())
-        # Beyond 5 standard deviations in one of about 1,000 tokens of all cases: less than once in 1,000 seeds.
-        assert abs(counts[token] - draws * chance) <= 5 * sqrt(draws * chance * (1 - chance)) + 1, token
+        # Counts of rare tokens have the longer tail of a Poisson distribution, hence the 3. One of about 1,000 tokens of
+        # all cases is beyond the limit less than once in 1,000 seeds.
+        assert abs(counts[token] - draws * chance) <= 5 * sqrt(draws * chance * (1 - chance)) + 3, token
     for one in got[:5]:
         assert_logprobs(world.first, ids, one.token_ids, one.logprobs, temperature)
 
@@ -233,5 +234,5 @@ async def test_child_that_dies_or_does_not_start_is_one_error(world: EngineBench
         child.kill()
         for call in (running, engine.generate([1], greedy(1), "next"), engine.sleep()):
             with pytest.raises(EngineDied, match=str(child.pid)):
-                await asyncio.wait_for(call, timeout=60)
+                await asyncio.wait_for(call, timeout=600)
     await engine.stop()

@@ -1,8 +1,7 @@
 """Test doubles for the server: a retriever whose stages wait for the test, a reranker, pages, and a client."""
 
-import asyncio
 import threading
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -37,7 +36,7 @@ class Gated:
     def prepare(self, queries: Sequence[str]) -> Any:
         self.seen.append(list(queries))
         self.threads.add(threading.current_thread().name)
-        assert self.may_prepare.wait(60)
+        assert self.may_prepare.wait(600)
         if "poison" in queries:
             raise RuntimeError("broken")
         return list(queries)
@@ -48,7 +47,7 @@ class Gated:
             self.threads.add(threading.current_thread().name)
             self.finding += 1
             self.most_finding = max(self.most_finding, self.finding)
-        assert self.may_find.wait(60)
+        assert self.may_find.wait(600)
         with self._lock:
             self.finding -= 1
         places = [(rank, 1.0 - rank / topk, f"https://a/{rank}") for rank in range(topk)]
@@ -104,10 +103,3 @@ async def in_process(
         httpx.AsyncClient(transport=transport, base_url="http://test") as client,
     ):
         yield client
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    """Let the event loop and the threads run until `condition` holds."""
-    async with asyncio.timeout(60):
-        while not condition():
-            await asyncio.sleep(0.001)

@@ -67,10 +67,6 @@ def written(path: Path, latencies_s: Iterable[float], query: str = "Mali") -> Pa
     return path
 
 
-def rows(path: Path) -> list[Any]:
-    return [json.loads(line) for line in path.read_bytes().splitlines()]
-
-
 SERVES = {"passages": 7, "encoder": "e"}
 
 

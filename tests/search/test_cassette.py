@@ -12,10 +12,11 @@ from rlsys.config.schema import CassetteMode
 from rlsys.errors import Code
 from rlsys.search.cassette import Cassette
 from rlsys.search.retrieval import Failure, Passage, SearchResult
+from tests.support.jsonl import read_rows
 from tests.support.refusals import refused
 from tests.support.virtual_time import virtually
 
-from .scripted import EXTEND, RECORD, REPLAY, Script, found, rows, tool, written
+from .scripted import EXTEND, RECORD, REPLAY, Script, found, tool, written
 
 QUERIES = st.sampled_from(["Mali", " Mali\n", "Chad", 'a "quoted"\nline', "São Tomé", "\ud800 half", "", " "])
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
@@ -159,6 +160,6 @@ def test_an_older_cassette_is_extended_only_from_a_server_of_the_same_index(tmp_
     serves = {"kind": "dense", "passages": 7, "encoder": "e", "corpus_sha256": "c", "queries": 9}
     with refused("mismatch", path):
         run_virtually(ask("Mali", EXTEND, Script(serves=serves | {"passages": 8})))
-    assert len(rows(path)) == 2
+    assert len(read_rows(path)) == 2
     for query, server in (("Mali", Script(serves=serves)), ("Chad", Script(serves=None))):
         assert run_virtually(ask(query, EXTEND, server)) == run_virtually(ask(query, REPLAY)) == found(query)

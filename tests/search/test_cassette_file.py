@@ -14,9 +14,10 @@ from rlsys.apps.planner.virtual_time import run_virtually
 from rlsys.errors import RunError
 from rlsys.search.cassette import Cassette, CassetteFile, Header, RecordedCall
 from rlsys.search.retrieval import SearchResult
+from tests.support.jsonl import read_rows
 from tests.support.virtual_time import virtually
 
-from .scripted import EXTEND, RECORD, Script, found, rows, tool, written
+from .scripted import EXTEND, RECORD, Script, found, tool, written
 
 
 @settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -106,4 +107,4 @@ def test_an_append_waits_until_another_writer_has_finished_its_line(
         file.append(RecordedCall("Togo", found("Togo"), 2.0).line(with_passages=True))
         file.close()
     assert asked == [fcntl.LOCK_EX, fcntl.LOCK_UN] * 2
-    assert [row.get("query") for row in rows(path)] == [None, "Mali", "Chad", "Togo"]
+    assert [row.get("query") for row in read_rows(path)] == [None, "Mali", "Chad", "Togo"]

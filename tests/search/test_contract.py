@@ -32,14 +32,14 @@ def url() -> Iterator[str]:
 
 def test_requests_of_search_r1_are_answered(url: str) -> None:
     asked = {"queries": ["Who wrote Faust?", "Mali"], "topk": 3, "return_scores": True}
-    found = requests.post(f"{url}/retrieve", json=asked, timeout=60).json()["result"]
+    found = requests.post(f"{url}/retrieve", json=asked, timeout=600).json()["result"]
     assert [len(line) for line in found] == [3, 3]
     for query, line in zip(asked["queries"], found, strict=True):  # type: ignore[call-overload]
         for hit in line:
             assert hit["document"]["contents"].partition("\n")[0] == query
             assert isinstance(hit["score"], float)
     body = {"queries": asked["queries"], "documents": found, "rerank_topk": 2, "return_scores": True}
-    ranked = requests.post(f"{url}/rerank", json=body, timeout=60).json()["result"]
+    ranked = requests.post(f"{url}/rerank", json=body, timeout=600).json()["result"]
     assert [[hit["document"]["contents"] for hit in line] for line in ranked] == [
         ["Who wrote Faust?"] * 2,
         ["Mali"] * 2,

@@ -6,7 +6,6 @@ import os
 import random
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -15,6 +14,7 @@ from hypothesis import strategies as st
 
 from rlsys.search import corpus as corpus_module
 from rlsys.search.corpus import Corpus
+from tests.support.jsonl import read_rows
 from tests.support.refusals import refused
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]))
@@ -35,16 +35,12 @@ def path(tmp_path: Path) -> Path:
     return folder / "corpus.jsonl"
 
 
-def reference(path: Path) -> list[Any]:
-    return [json.loads(line) for line in path.read_bytes().splitlines()]
-
-
 def names_beside(path: Path) -> list[str]:
     return sorted(item.name for item in path.parent.iterdir())
 
 
 def assert_is_file(corpus: Corpus, path: Path) -> None:
-    assert corpus.fetch(range(len(corpus))) == reference(path)
+    assert corpus.fetch(range(len(corpus))) == read_rows(path)
     assert corpus.checksum == hashlib.sha256(path.read_bytes()).hexdigest()
 
 
@@ -56,7 +52,7 @@ def scans(path: Path) -> bool:
 
 
 def test_rows_come_in_the_requested_order_as_independent_copies(path: Path) -> None:
-    corpus, rows = Corpus.open(path), reference(path)
+    corpus, rows = Corpus.open(path), read_rows(path)
     assert corpus.fetch([]) == []
     first, *others = corpus.fetch([199, 0, 7, 7, 199])
     first["contents"] = "changed"

@@ -5,8 +5,7 @@ import signal
 import socket
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,16 +21,9 @@ from rlsys.search.server.command import read_token
 from tests.support.ports import free_port
 from tests.support.processes import is_gone
 from tests.support.refusals import refused
+from tests.support.waiting import wait_until
 
 from .gated_server import MODULE, GatedServer
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 120
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-
 
 # ---- the start of a process
 

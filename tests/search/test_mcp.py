@@ -76,19 +76,19 @@ def test_route_has_the_limits_of_the_others(url: str) -> None:
     head = {"Accept": "application/json, text/event-stream"}
     for body, status in ((b"{", 400), (b"x" * 6000, 413)):
         headers = head | {"Content-Type": "application/json"}
-        assert requests.post(f"{url}/mcp", data=body, headers=headers, timeout=60).status_code == status
+        assert requests.post(f"{url}/mcp", data=body, headers=headers, timeout=600).status_code == status
     assert (
-        requests.post(f"{url}/mcp", data=b"a=1", headers=head | {"Content-Type": "a/b"}, timeout=60).status_code == 415
+        requests.post(f"{url}/mcp", data=b"a=1", headers=head | {"Content-Type": "a/b"}, timeout=600).status_code == 415
     )
-    assert requests.get(f"{url}/mcp", headers=head, timeout=60).status_code == 405
+    assert requests.get(f"{url}/mcp", headers=head, timeout=600).status_code == 405
     foreign = head | {"Origin": "https://evil.example"}
-    assert requests.post(f"{url}/mcp", json={}, headers=foreign, timeout=60).status_code == 403
-    assert 'path="/mcp"' in requests.get(f"{url}/metrics", timeout=60).text
+    assert requests.post(f"{url}/mcp", json={}, headers=foreign, timeout=600).status_code == 403
+    assert 'path="/mcp"' in requests.get(f"{url}/metrics", timeout=600).text
 
 
 async def test_token_is_required_and_without_pages_only_search_is_offered() -> None:
     with serving(create_app(Gated(), 2, token="s3cret", with_mcp=True)) as address:
-        assert requests.post(f"{address}/mcp", json={}, timeout=60).status_code == 401
+        assert requests.post(f"{address}/mcp", json={}, timeout=600).status_code == 401
         async with (
             httpx2.AsyncClient(headers={"Authorization": "Bearer s3cret"}) as http,
             Client(streamable_http_client(f"{address}/mcp", http_client=http)) as client,

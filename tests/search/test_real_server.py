@@ -15,8 +15,7 @@ from rlsys.rollout.tools.search_tool import open_tool, search_metrics
 from rlsys.search.client import SearchClient
 from rlsys.search.retrieval import served
 from rlsys.search.server_process import SearchServer
-
-from .scripted import rows
+from tests.support.jsonl import read_rows
 
 Reference = tuple[Any, Any]
 TOLERANCE = 1e-5
@@ -73,7 +72,7 @@ async def test_recorded_searches_are_replayed_without_the_server(
     async with open_tool(search) as player:
         assert await asyncio.gather(*map(player.search, asked)) == live
         assert search_metrics(player) == {"search_hits": 40, "search_misses": 0, "search_recorded": 0}
-    header, *calls = rows(path)
+    header, *calls = read_rows(path)
     assert header == {"rlsys_cassette": 1, "topk": 2, "server": served(health)}
     assert {"kind", "passages", "corpus_sha256", "encoder", "faiss_type"} <= header["server"].keys() <= health.keys()
     assert len(calls) == 40

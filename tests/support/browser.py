@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("playwright.sync_api", reason="Playwright is not installed (requirements/dev.txt).")
+pytest.importorskip("playwright.sync_api", reason="Playwright is missing: pip install -r requirements/dev.txt.")
 
 from playwright.sync_api import Browser, Page, Request, expect, sync_playwright
 
@@ -49,7 +49,7 @@ def browser() -> Iterator[Browser]:
     """Headless Chromium."""
     found = chromium()
     if found is None:
-        pytest.skip(f"No Chromium: none of {', '.join(NAMES)} is on the path, and $CHROMIUM is not set.")
+        pytest.skip("There is no Chromium: install it (apt install chromium), or set CHROMIUM=/path/to/chromium.")
     with sync_playwright() as playwright:
         # Chromium has no sandbox as root; the pages are the project's own.
         opened = playwright.chromium.launch(executable_path=found, args=["--no-sandbox"])

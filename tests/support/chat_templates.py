@@ -1,4 +1,4 @@
-"""Chat templates in the form of the public ones, each with tokenizer and with what it writes, written down in Python."""
+"""Chat templates in the form of the public ones, each with tokenizer and what it writes, and functions to call."""
 
 from __future__ import annotations
 
@@ -187,10 +187,26 @@ def _moves(former: Sequence[Message], new: Sequence[Message], tools: bool) -> bo
 _LLAMA_SPECIAL = ["<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]
 _MISTRAL_SPECIAL = ["<s>", "</s>", "[INST]", "[/INST]", "[TOOL_CALLS]", "[TOOL_RESULTS]", "[/TOOL_RESULTS]"]
 _MISTRAL_SPECIAL += ["[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]"]
-_END = "<|im_end|>"
+END = "<|im_end|>"
 TEMPLATES = [
-    Template("chatml", _codec(CHATML, _END, []), _END, f"{_END}\n", _chatml, lambda *_: False),
-    Template("thinking", _codec(THINKING, _END, []), _END, f"{_END}\n", _thinking, _strips),
+    Template("chatml", _codec(CHATML, END, []), END, f"{END}\n", _chatml, lambda *_: False),
+    Template("thinking", _codec(THINKING, END, []), END, f"{END}\n", _thinking, _strips),
     Template("llama", _codec(LLAMA, "<|eot_id|>", _LLAMA_SPECIAL), "<|eot_id|>", "<|eot_id|>", _llama, _drops_content),
     Template("mistral", _codec(MISTRAL, "</s>", _MISTRAL_SPECIAL), "</s>", "</s>", _mistral, _moves),
 ]
+
+
+def function(name: str, argument: str, about: str) -> dict[str, Any]:
+    parameters = {"type": "object", "properties": {argument: {"type": "string"}}, "required": [argument]}
+    return {"type": "function", "function": {"name": name, "description": about, "parameters": parameters}}
+
+
+FUNCTIONS = [
+    function("search", "query", "search for passages about a query"),
+    function("calculator", "text", "evaluate arithmetic with + - * / // % ** and parentheses"),
+]
+
+
+def called(name: str, arguments: Any) -> str:
+    """Write a call as Qwen's templates do."""
+    return f'<tool_call>\n{{"name": "{name}", "arguments": {json.dumps(arguments, ensure_ascii=False)}}}\n</tool_call>'

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, 
 
 from rlsys.weights.hf_io import SINGLE, HfReader, with_attention_scale
 from tests.support import tiny_configs
-from tests.support.tensors import randomised, raw
+from tests.support.tensors import randomised, raw, save_model
 
 
 def configs(layers: int = 3) -> dict[str, PretrainedConfig]:
@@ -46,7 +46,7 @@ def make_model(
     config, kind = configs(layers)[family], AutoModelForCausalLM
     if critic:
         config.num_labels, kind = 1, AutoModelForTokenClassification
-    randomised(kind.from_config(config, dtype=dtype)).save_pretrained(folder, max_shard_size=shard_size)
+    save_model(randomised(kind.from_config(config, dtype=dtype)), folder, max_shard_size=shard_size)
     (folder / "tokenizer.json").write_text('{"hello": 1}')
     (folder / "chat_template.jinja").write_text("{{ messages }}")
     return folder

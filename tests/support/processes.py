@@ -1,6 +1,8 @@
 """Finds and judges processes, which may end at any moment: their parent may not have noticed yet."""
 
+import os
 from collections.abc import Sequence
+from pathlib import Path
 
 import psutil
 
@@ -30,3 +32,14 @@ def descendants_with(*words: str, root: psutil.Process | None = None) -> list[ps
 
 def _contains(longer: Sequence[str], part: Sequence[str]) -> bool:
     return any(longer[at : at + len(part)] == part for at in range(len(longer) - len(part) + 1))
+
+
+def worker_of(run: psutil.Process, engine: int) -> psutil.Process:
+    """Return the process of an engine's worker, which writes the engine's log."""
+    for one in run.children(recursive=True):
+        try:
+            if Path(os.readlink(f"/proc/{one.pid}/fd/1")).name == f"rollout-{engine}.log" and "ray::" in one.name():
+                return one
+        except (OSError, psutil.Error):
+            continue
+    raise AssertionError(f"engine {engine} has no process")

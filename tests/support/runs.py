@@ -9,6 +9,7 @@ from typing import Any
 from rich.console import Console
 
 from examples.searchr1.tiny.demo import prepare_world
+from tests.support.jsonl import read_rows
 from tests.support.paths import PROJECT
 
 RLSYS = [sys.executable, "-m", "rlsys.apps.cli.main"]
@@ -44,7 +45,7 @@ class Finished:
     def __init__(self, outputs: Path, *settings: str) -> None:
         succeed(*small(outputs, *settings))
         (folder,) = outputs.glob("searchr1_tiny_cpu-*")
-        self.rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        self.rows = read_rows(folder / "metrics.jsonl")
         self.summary: dict[str, Any] = json.loads((folder / "summary.json").read_text())
         self.spans: list[dict[str, Any]] = json.loads((folder / "trace.json").read_text())["traceEvents"]
         self.folder = folder

@@ -2,7 +2,6 @@
 
 import json
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -12,6 +11,7 @@ from typing import Any
 
 from rlsys.search.address import bind
 from rlsys.search.connections import LimitedConfig, LimitedServer
+from tests.support.waiting import wait_until
 
 Body = dict[str, Any]
 Answer = Callable[[Body], Any]
@@ -26,8 +26,7 @@ def serving(app: Any, port: int = 0) -> Iterator[str]:
         thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]})
         thread.start()
         try:
-            while not server.started and thread.is_alive():
-                time.sleep(0.01)
+            wait_until(lambda: server.started or not thread.is_alive())
             assert server.started
             yield url
         finally:

@@ -1,6 +1,8 @@
-"""Tensors of many dtypes, shapes and strides, their exact content, and buckets of them."""
+"""Tensors of many dtypes, shapes and strides, their exact content, buckets of them, and files of models."""
 
+import os
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -55,3 +57,22 @@ def randomised(model: Any, scale: float = 0.15) -> Any:
         if name.endswith("gate_up_proj_bias"):
             parameter += 12 * noise.sign() * (noise.abs() > 1.3)
     return model
+
+
+def save_model(model: Any, folder: str | Path, **options: Any) -> None:
+    """Save `model` as transformers does; its weights begin at $RLSYS_TEST_WEIGHTS_OFFSET modulo 64 if that is set."""
+    model.save_pretrained(folder, **options)
+    if offset := os.environ.get("RLSYS_TEST_WEIGHTS_OFFSET"):
+        begin_weights_at(int(offset), Path(folder))
+
+
+def begin_weights_at(offset: int, folder: Path) -> None:
+    """Pad the header of each file of weights with spaces, so that its first tensor begins at `offset` modulo 64.
+
+    Kernels round differently for operands at other addresses, and readers map the tensors where they lie in the file.
+    """
+    for file in folder.glob("*.safetensors"):
+        content = file.read_bytes()
+        end = 8 + int.from_bytes(content[:8], "little")
+        header = content[8:end] + b" " * ((offset - end) % 64)
+        file.write_bytes(len(header).to_bytes(8, "little") + header + content[end:])

@@ -1,6 +1,5 @@
 """Trains a tiny Qwen2 that repeats one search trace, and serves a search server of one passage."""
 
-import asyncio
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,6 +14,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 from tests.support.serving import Body, served
+from tests.support.tensors import save_model
+from tests.support.waiting import until
 
 EOS = "<|endoftext|>"
 PASSAGE = '"Paris"\nParis is the capital and the largest city of France.'
@@ -89,7 +90,7 @@ def _trained(trace: Trace, vocabulary: str, seed: int, steps: int) -> Qwen2ForCa
 
 def save(model: Qwen2ForCausalLM, words: PreTrainedTokenizerFast, folder: Path) -> str:
     """Write model and tokenizer to `folder` for an engine. Returns `folder`."""
-    model.save_pretrained(folder)
+    save_model(model, folder)
     words.save_pretrained(folder)
     return str(folder)
 
@@ -106,8 +107,7 @@ class Search:
 
     async def until_asked(self, queries: int) -> None:
         """Wait until `queries` queries have arrived in total."""
-        while len(self.asked) < queries:
-            await asyncio.sleep(0.01)
+        await until(lambda: len(self.asked) >= queries)
 
 
 @contextmanager

@@ -30,7 +30,7 @@ from transformers import (
 from rlsys.data.question import Question
 from rlsys.data.trajectory import Trajectory
 from tests.support.paths import PROJECT
-from tests.support.tensors import randomised
+from tests.support.tensors import randomised, save_model
 
 POLICY = PROJECT / "examples/searchr1/tiny/policy"
 LAYERS = 4
@@ -138,7 +138,7 @@ def tiny_model(family: str, folder: Path, seed: int = 0) -> Path:
     kind, own = _RANDOM[family]
     config = kind(**_SIZES | own, vocab_size=len(words), eos_token_id=words.eos_token_id)
     torch.manual_seed(seed)
-    randomised(AutoModelForCausalLM.from_config(config, dtype=torch.float32), scale=0.1).save_pretrained(folder)
+    save_model(randomised(AutoModelForCausalLM.from_config(config, dtype=torch.float32), scale=0.1), folder)
     words.save_pretrained(folder)
     return folder
 

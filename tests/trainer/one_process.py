@@ -20,6 +20,7 @@ from rlsys.config.algorithm import AlgorithmConfig, OldLogprobs
 from rlsys.config.derived import full_kl
 from rlsys.data.trajectory import Sample
 from tests.support import tiny_configs
+from tests.support.tensors import save_model
 from tests.support.trajectories import sample
 from tests.trainer import reference
 
@@ -59,7 +60,7 @@ class Policies:
             with torch.no_grad():
                 for parameter in model.parameters():
                     parameter.add_(scale * torch.randn_like(parameter))
-            model.save_pretrained(name)
+            save_model(model, name)
         return cls(*names)
 
 

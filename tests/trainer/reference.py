@@ -15,7 +15,7 @@ from rlsys.config.algorithm import AlgorithmConfig, PpoLoss
 from rlsys.config.schema import AdamwConfig, MuonConfig, SgdConfig
 from rlsys.trainer.batches import MicroBatch
 from rlsys.weights.hf_io import with_attention_scale
-from tests.support.tensors import randomised
+from tests.support.tensors import randomised, save_model
 from tests.support.tiny_configs import VOCAB
 
 ALGORITHM = AlgorithmConfig(policy_loss=PpoLoss(clip_high=0.28), kl_coef=0.1, entropy_coef=0.01)
@@ -27,7 +27,7 @@ Updates = AdamwConfig | MuonConfig | SgdConfig
 
 def make_model(config: PretrainedConfig, folder: Path, seed: int = 0) -> Path:
     torch.manual_seed(seed)
-    randomised(AutoModelForCausalLM.from_config(config, dtype=torch.float32)).save_pretrained(folder)
+    save_model(randomised(AutoModelForCausalLM.from_config(config, dtype=torch.float32)), folder)
     return folder
 
 

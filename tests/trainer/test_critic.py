@@ -17,6 +17,7 @@ from rlsys.trainer.batches import MicroBatch, collate
 from tests.support import tiny_configs
 from tests.support.megatron_processes import Group, on_ranks
 from tests.support.refusals import refused
+from tests.support.tensors import save_model
 from tests.trainer import reference
 from tests.trainer.harness import Layout, local_model
 
@@ -41,7 +42,7 @@ def _classifier(policy: Path, out: Path, labels: int = 1) -> Path:
     with torch.no_grad():
         model.score.weight.copy_(0.2 * torch.randn_like(model.score.weight))
         model.score.bias.copy_(0.5 + torch.randn_like(model.score.bias))
-    model.save_pretrained(out)
+    save_model(model, out)
     return out
 
 

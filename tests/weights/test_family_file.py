@@ -10,7 +10,7 @@ import pytest
 from rlsys.errors import Code
 from rlsys.weights.weight_map import RopeScaling, WeightMap, architecture_of, rotary_dims
 from tests.support.refusals import refused
-from tests.weights.test_families import LLAMA_8B
+from tests.weights.published import LLAMA_8B
 
 
 def own_family(folder: Path, text: str) -> str:

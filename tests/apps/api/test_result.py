@@ -13,6 +13,7 @@ from rlsys.apps.api import EvaluationResult, HttpRetriever, TrainingResult
 from rlsys.apps.api.arguments import RunSettings
 from rlsys.errors import UserError
 from tests.support.damage import DAMAGES, OBJECTS
+from tests.support.jsonl import read_rows
 from tests.support.made_run import made_run
 from tests.support.refusals import refused
 
@@ -42,7 +43,7 @@ def test_a_whole_run_has_its_history_and_its_report(trained: TrainingResult) -> 
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         rows = trained.history
-    assert rows == [json.loads(line) for line in (trained.run_dir / "metrics.jsonl").read_text().splitlines()]
+    assert rows == read_rows(trained.run_dir / "metrics.jsonl")
     report = trained.report()
     model = re.search(r'<script type="application/json" id="model">(.*?)</script>', report.read_text())
     assert model is not None

@@ -1,6 +1,5 @@
 """Tests of retrievers: their indexes, their servers, and wrong arguments."""
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ import pytest
 from rlsys.apps.api import BM25Retriever, DenseRetriever, HttpRetriever
 from rlsys.errors import Code
 from rlsys.search.server.command import open_retriever
+from tests.support.jsonl import read_rows
 from tests.support.refusals import refused
 
 DOCUMENTS: list[str | dict[str, Any]] = [
@@ -34,7 +34,7 @@ def test_documents_are_chunked_and_an_existing_index_is_reused(tmp_path: Path) -
     (tmp_path / "docs" / "a.txt").write_text("one two three four five six seven")
     index = tmp_path / "index"
     retriever = BM25Retriever.from_documents(tmp_path / "docs", index, chunk_size=3)
-    passages = [json.loads(line) for line in (index / "corpus.jsonl").read_text().splitlines()]
+    passages = read_rows(index / "corpus.jsonl")
     assert [row["id"] for row in passages] == ["a.txt#1", "a.txt#2", "a.txt#3"]
     made = (index / "manifest.json").stat().st_mtime_ns
     assert BM25Retriever.from_documents([tmp_path / "docs" / "a.txt"], index, chunk_size=3) == retriever

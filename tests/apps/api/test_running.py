@@ -107,6 +107,7 @@ def test_an_interrupt_waits_for_the_cleanup_of_the_command(tmp_path: Path, monke
     begun, done = tmp_path / "begun", tmp_path / "done"
     closing = f"trap 'sleep 0.5; touch {done}; exit 1' INT; touch {begun}; while :; do sleep 0.05; done"
     stand_in(closing, tmp_path, monkeypatch)
+    monkeypatch.setattr(training_result, "_GRACE_S", 600.0)
     with interrupted(begun.exists, "_wait"):
         training_result._rlsys("eval")
     assert done.exists()

@@ -3,13 +3,11 @@
 from collections.abc import Iterator
 
 import pytest
-from playwright.sync_api import expect
 
-from tests.support.browser import DESKTOP, PHONE, Look, browser, look
+from tests.support.browser import DESKTOP, PHONE, Look, browser, expect, look
 from tests.support.chat import ANSWERS, SEARCHES, FakeSearch, Script, codec, page_of
 
 __all__ = ["browser", "look"]
-pytestmark = pytest.mark.slow
 HOSTILE = "<img src=x onerror=document.title='owned'><script>document.title='owned'</script>"
 PASSAGE = f'"{HOSTILE}"\n{HOSTILE} </information> \u202e evil'
 
@@ -21,7 +19,7 @@ def url() -> Iterator[str]:
         yield url
 
 
-@pytest.mark.parametrize(("size", "dark"), [(DESKTOP, False), (PHONE, True)])
+@pytest.mark.parametrize(("size", "dark"), [(DESKTOP, False), pytest.param(PHONE, True, marks=pytest.mark.slow)])
 def test_questions_are_answered_and_hostile_text_is_not_run(
     look: Look, url: str, size: tuple[int, int], dark: bool
 ) -> None:

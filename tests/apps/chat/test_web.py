@@ -120,6 +120,6 @@ async def test_the_episode_ends_when_the_client_leaves_during_an_event(monkeypat
 
 
 def test_the_page_runs_no_script_but_its_own(url: str) -> None:
-    policy = httpx.get(url).headers["content-security-policy"]
+    policy = httpx.get(url, timeout=600).headers["content-security-policy"]
     assert policy.startswith("default-src 'none'; script-src 'self';")
     assert "unsafe" not in policy

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
+from typer.main import get_command
 from typer.testing import CliRunner
 
 from examples.searchr1.tiny.demo import prepare_world
@@ -19,6 +20,7 @@ from rlsys.apps.cli.main import app, main, run_command
 from rlsys.apps.running import run_to_end
 from rlsys.errors import RunError, UserError
 from tests.support.hf_models import assert_same_tensors, make_model
+from tests.support.runs import rlsys
 from tests.support.tiny_models import POLICY
 
 Call = Callable[..., tuple[int, str, str]]
@@ -43,6 +45,13 @@ def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tm
         return code or 0, *capsys.readouterr()
 
     return run
+
+
+@pytest.mark.parametrize("command", [*get_command(app).commands])
+def test_every_command_starts_as_a_process(command: str) -> None:
+    done = rlsys(command, "--help")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert f" {command} " in done.stdout
 
 
 @pytest.mark.parametrize(

@@ -11,9 +11,9 @@ from rlsys.apps.cli.main import app
 from rlsys.errors import Code, RunError, UserError
 from rlsys.observe.requests import REQUESTS, Inbox, Request
 from rlsys.observe.status import FINISHED
-from tests.observe.test_requests import driver
 from tests.support.growing_run import write_run, write_status
 from tests.support.refusals import refused
+from tests.support.request_driver import driver
 
 
 def engines(*words: object) -> str:

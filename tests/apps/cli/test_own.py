@@ -16,6 +16,7 @@ from rlsys.config.compose import load_config
 from rlsys.errors import UserError
 from rlsys.observe.status import Progress
 from rlsys.orchestrator.run_logger import RunLogger
+from tests.support.jsonl import read_rows
 from tests.support.tiny_models import POLICY
 
 HUB = "Some/Model"
@@ -137,9 +138,7 @@ def test_own_heldout_questions_prompt_and_tools_are_passed_on(world: World, tmp_
     done = world.run(world.wish(heldout=heldout, holdout=None, prompt=prompt))
     assert names(done)[2:6] == ["data prepare", "data prepare", "data split", "train"]
     task = load_config("searchr1_tiny_cpu", done[5][5:]).task
-    trained, held = (
-        [json.loads(line) for line in Path(file).read_text().splitlines()] for file in (task.train_path, task.eval_path)
-    )
+    trained, held = (read_rows(Path(file)) for file in (task.train_path, task.eval_path))
     assert held[0]["prompt"][0]["content"].startswith("Find out: What is 0?")
     assert held[0]["extra_info"]["split"] == "test"
     assert [row["question"] for row in trained] == [f"what is {n}?" for n in range(1, 20)], "0 is held out"

@@ -18,6 +18,7 @@ from rlsys.apps.cli.data import app
 from rlsys.apps.data.prepare import prepare_file, split, split_file
 from rlsys.data.question import read_questions
 from rlsys.errors import UserError
+from tests.support.jsonl import read_rows
 from tests.support.refusals import refused
 
 HAMLET = {"id": "test_0", "question": " who wrote Hamlet", "golden_answers": ["Shakespeare", "the Bard"]}
@@ -147,6 +148,6 @@ def test_a_split_keeps_rows_and_their_order(tmp_path: Path) -> None:
     source = jsonl(tmp_path / "all.jsonl", *rows)
     train, heldout = tmp_path / "a" / "train.jsonl", tmp_path / "heldout.jsonl"
     assert split_file(source, train, heldout, 3) == (7, 3)
-    parts = [[json.loads(line) for line in file.read_text().splitlines()] for file in (train, heldout)]
+    parts = [read_rows(file) for file in (train, heldout)]
     assert all(part == [row for row in rows if row in part] for part in parts), "the order is kept"
     assert sorted((*parts[0], *parts[1]), key=str) == sorted(rows, key=str)

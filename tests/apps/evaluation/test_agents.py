@@ -18,7 +18,7 @@ from rlsys.config.compose import load_config
 from rlsys.config.schema import GatewayAgent, RunConfig, TokenMode
 from rlsys.data.trajectory import Finish
 from rlsys.errors import Code
-from tests.apps.evaluation.test_execution import QUESTIONS
+from tests.apps.evaluation.questions import QUESTIONS
 from tests.rollout.agent import gateway_agents
 from tests.support.refusals import refused
 from tests.support.tiny import search_server

@@ -28,10 +28,11 @@ from rlsys.config.schema import (
     TaskConfig,
 )
 from rlsys.data.question import Question
-from rlsys.errors import RunError, UserError, root_cause
+from rlsys.errors import RunError, root_cause
 from rlsys.rollout.agent.tokens import Codec
 from rlsys.rollout.tools.interface import named_tools
 from rlsys.search.retrieval import Failure, SearchResult
+from tests.apps.evaluation.questions import QUESTIONS, TEXTS
 from tests.search.scripted import Script, found
 from tests.support.bpe import build_tokenizer
 from tests.support.refusals import refused
@@ -39,8 +40,6 @@ from tests.support.tiny import Search, search_server
 from tests.support.tiny_models import POLICY, tiny_model
 
 QUESTION = Question("q:1", "a row's own prompt", ("x",), text="  who wrote {this} <b>  ")
-TEXTS = ["Singa has which time zone?", "Which continent is Juja on?", "What is the capital of Mali?"]
-QUESTIONS = [Question(f"q:{n}", f"Question: {text}\n", ("Africa",), "tiny", text=text) for n, text in enumerate(TEXTS)]
 
 
 @pytest.mark.parametrize("baseline", [Baseline.direct, Baseline.cot, Baseline.rag])
@@ -136,8 +135,9 @@ def test_a_model_that_sglang_would_compute_wrongly_is_refused(config: RunConfig,
     weights = load_file(folder / "model.safetensors")
     renamed = {name.replace("q_proj", "query"): tensor for name, tensor in weights.items()}
     save_file(renamed, folder / "model.safetensors")
-    with pytest.raises(UserError, match=r"model\.layers\.0\.self_attn\.q_proj"):
+    with refused("mismatch") as caught:
         require_sglang_model(of(folder))
+    assert "q_proj" in caught.value.key
     latent = tiny_model("deepseek_v2", tmp_path / "latent")
     require_sglang_model(of(latent))
     described = json.loads((latent / "config.json").read_text())

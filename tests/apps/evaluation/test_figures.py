@@ -36,6 +36,7 @@ from rlsys.orchestrator.evaluation.heldout import (
 from rlsys.orchestrator.evaluation.scores import bootstrap, wilson
 from rlsys.rollout.tools.interface import named_tools
 from tests.support.answers import SEARCH, answered, asked, turn
+from tests.support.jsonl import read_rows
 from tests.support.refusals import refused
 from tests.support.trajectories import trajectory
 from tests.support.written_episodes import episode, question
@@ -205,7 +206,7 @@ def test_the_result_files_hold_questions_answers_and_figures(tmp_path: Path) -> 
     em, expected = results["sets"]["2wikimultihopqa"]["em"], wilson(1, 2)
     assert em == {"mean": 0.5, "low": expected.low, "high": expected.high}
     assert results["average"]["em"]["mean"] == 0.25
-    rows = [json.loads(line) for line in (tmp_path / ANSWERS).read_text().splitlines()]
+    rows = read_rows(tmp_path / ANSWERS)
     assert [row["em"] for row in rows] == [1.0, 0.0, 0.0]
     assert (rows[0]["uid"], rows[0]["question"], rows[0]["golden_answers"]) == ("q:1", "Which?", ["Nile"])
     assert (rows[0]["answer"], rows[0]["searches"], rows[0]["tokens"]) == ("the Nile", 1, 8)

@@ -1,13 +1,16 @@
-"""Small configs, costs and workloads of simulated runs."""
+"""Small configs, costs, workloads and requests of simulated runs."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from rlsys.apps.planner.costs import Costs
+from rlsys.apps.planner.engine import Prefix, Request, SimulatedEngine
 from rlsys.apps.planner.simulation import Simulated, simulate
+from rlsys.apps.planner.virtual_time import now, run_virtually
 from rlsys.apps.planner.workload import Workload
 from rlsys.cluster.planning.work import CallCosts, EngineCosts, SyncCosts
 from rlsys.config.schema import (
@@ -83,3 +86,37 @@ def simulated(
 ) -> Simulated:
     """Simulate with token counts as operations."""
     return simulate(config, costs, workload, FLOPS, measured, seed, whole)
+
+
+def leaving(engine: SimulatedEngine, count: int) -> tuple[Callable[[Request], None], asyncio.Event]:
+    """Return a function by which a request leaves `engine`, and an event that `count` calls of it set."""
+    done, left = asyncio.Event(), [count]
+
+    def leave(request: Request) -> None:
+        engine.leave(request)
+        left[0] -= 1
+        if not left[0]:
+            done.set()
+
+    return leave, done
+
+
+def ends(costs: EngineCosts, lengths: Sequence[int], prompt: int = 10) -> tuple[list[float], SimulatedEngine]:
+    """Return the time at which each request of one turn ends, all submitted at once, and the engine."""
+    found = [0.0] * len(lengths)
+
+    async def run() -> SimulatedEngine:
+        engine = SimulatedEngine(costs)
+        leave, done = leaving(engine, len(lengths))
+
+        def end(number: int, request: Request) -> None:
+            found[number] = now()
+            leave(request)
+
+        for number, length in enumerate(lengths):
+            request = Request(Prefix(prompt, 1), ended=lambda one, number=number: end(number, one), left=length)
+            engine.submit(request)
+        await done.wait()
+        return engine
+
+    return found, run_virtually(run())

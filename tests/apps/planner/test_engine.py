@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -13,44 +13,10 @@ from hypothesis import strategies as st
 from rlsys.apps.planner.engine import Prefix, Request, SimulatedEngine
 from rlsys.apps.planner.virtual_time import now, run_virtually
 from rlsys.cluster.planning.work import EngineCosts
-from tests.apps.planner.made import FREE
+from tests.apps.planner.made import FREE, ends, leaving
 
 COSTS = replace(FREE, step_s=0.01, weights_s=0.004, token_s=0.0005, request_s=0.0001, prefill_s=0.0002, max_running=8)
 LENGTHS = st.lists(st.integers(1, 60), min_size=1, max_size=20)
-
-
-def leaving(engine: SimulatedEngine, count: int) -> tuple[Callable[[Request], None], asyncio.Event]:
-    """Return a function by which a request leaves `engine`, and an event that `count` calls of it set."""
-    done, left = asyncio.Event(), [count]
-
-    def leave(request: Request) -> None:
-        engine.leave(request)
-        left[0] -= 1
-        if not left[0]:
-            done.set()
-
-    return leave, done
-
-
-def ends(costs: EngineCosts, lengths: Sequence[int], prompt: int = 10) -> tuple[list[float], SimulatedEngine]:
-    """Return the time at which each request of one turn ends, all submitted at once, and the engine."""
-    found = [0.0] * len(lengths)
-
-    async def run() -> SimulatedEngine:
-        engine = SimulatedEngine(costs)
-        leave, done = leaving(engine, len(lengths))
-
-        def end(number: int, request: Request) -> None:
-            found[number] = now()
-            leave(request)
-
-        for number, length in enumerate(lengths):
-            request = Request(Prefix(prompt, 1), ended=lambda one, number=number: end(number, one), left=length)
-            engine.submit(request)
-        await done.wait()
-        return engine
-
-    return found, run_virtually(run())
 
 
 def ends_by_token(costs: EngineCosts, lengths: Sequence[int], prompt: int = 10) -> list[float]:

@@ -16,8 +16,7 @@ from rlsys.cluster.planning.hardware import REACHED, REACHED_SOURCE
 from rlsys.cluster.planning.placement import parse_placement
 from rlsys.config.compose import load_config
 from rlsys.trainer.batches import SampleSize
-from tests.apps.planner.made import FREE, costs_of
-from tests.apps.planner.test_engine import ends
+from tests.apps.planner.made import FREE, costs_of, ends
 from tests.support.refusals import refused
 
 NAME = "searchr1_qwen2.5_3b_1node"

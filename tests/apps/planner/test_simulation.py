@@ -96,8 +96,7 @@ def test_work_is_conserved_and_bounds_hold(seed: int, staleness: int, engines: i
     assert all(0 <= share <= 1 + 1e-9 for share in found.busy.values())
 
 
-@given(st.integers(0, 10_000))
-@settings(max_examples=2)
+@pytest.mark.parametrize("seed", [1, 2])
 def test_littles_law(seed: int) -> None:
     """Episodes in flight = rate of their ends x their latency, in a steady state of many episodes."""
     config = config_of(prompts=10, samples=4, staleness=1)
@@ -140,10 +139,9 @@ def improved(seed: int, staleness: int | None, values: dict[str, Any]) -> float:
 
 
 @pytest.mark.parametrize("change", IMPROVED)
-@given(seed=st.integers(0, 10_000), staleness=st.sampled_from([None, 0, 1]))
-@settings(max_examples=3)
-def test_more_of_anything_never_hurts(change: str, seed: int, staleness: int | None) -> None:
-    worse, better = (improved(seed, staleness, values) for values in IMPROVED[change])
+@pytest.mark.parametrize("staleness", [None, 0, 1])
+def test_more_of_anything_never_hurts(change: str, staleness: int | None) -> None:
+    worse, better = (improved(1, staleness, values) for values in IMPROVED[change])
     assert better <= worse * (1 + ANOMALY)
 
 

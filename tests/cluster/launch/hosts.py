@@ -135,7 +135,7 @@ def _first_process(set_up: str) -> Iterator[psutil.Process]:
         wrapper.stdin.close()
         wrapper.stdout.close()
         try:
-            wrapper.wait(60)
+            wrapper.wait(600)
         except subprocess.TimeoutExpired:
             wrapper.send_signal(signal.SIGKILL)
             wrapper.wait()

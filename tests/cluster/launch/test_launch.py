@@ -13,6 +13,7 @@ import psutil
 import pytest
 
 from tests.cluster.launch.hosts import Host, Launched, two_hosts, wait_until
+from tests.support.jsonl import read_rows
 from tests.support.processes import words_of
 from tests.support.runs import LIMIT_S, PLAIN_ENGINE
 
@@ -22,7 +23,6 @@ TAKES_A_PORT = (
     "import socket, time; s = socket.create_server(('', 10001)); print('taken', flush=True); time.sleep(3600)"
 )
 """Program that takes the port of Ray's client server, which a launch does not need."""
-SGLANG = "rollout.engine.kv_cache_tokens=16384"
 KNOCKS = "import httpx, sys; print(httpx.post(sys.argv[1], json={'queries': ['Rome']}).status_code)"
 
 
@@ -36,7 +36,12 @@ def test_two_machines_train_with_a_search_server_on_one_and_leave_nothing(hosts:
     log = tmp_path / "taken.log"
     taken = hosts[0].start([sys.executable, "-c", TAKES_A_PORT], log)
     wait_until(log.read_text)
-    settings = ["--preflight", SGLANG, "trainer.steps=2", "cluster.search.nodes=[node-1]"]
+    settings = [
+        "--preflight",
+        "rollout.engine.kv_cache_tokens=16384",
+        "trainer.steps=2",
+        "cluster.search.nodes=[node-1]",
+    ]
     launched = [Launched(hosts, rank, tmp_path, *settings) for rank in (0, 1)]
     assert [one.wait() for one in launched] == [0, 0], launched[0].said()
     for process in psutil.Process(taken.pid).children():
@@ -46,7 +51,7 @@ def test_two_machines_train_with_a_search_server_on_one_and_leave_nothing(hosts:
     assert "No problem found for searchr1_tiny_cpu" in launched[0].said()
     assert "leaves: the run has ended" in launched[1].said()
     (folder,) = (tmp_path / "outputs").glob("searchr1_tiny_cpu-*")
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    rows = read_rows(folder / "metrics.jsonl")
     assert len(rows) == 2
     assert rows[1]["engine/0/search_requests"] > 0
     assert [row["rollout/search_errors"] for row in rows] == [0, 0]
@@ -82,7 +87,7 @@ def test_machine_without_the_token_can_neither_join_nor_look(hosts: list[Host], 
 def test_a_run_outlives_its_driver_and_a_machine_that_had_only_engines(hosts: list[Host], tmp_path: Path) -> None:
     placement = "cluster.placement={actor: '0', inference: '1', rollout: '2-3'}"
     saves = ["resume=auto", "checkpoint.interval=1"]
-    settings = ["--no-preflight", SGLANG, "trainer.steps=8", "cluster.devices_per_node=3", placement, *saves]
+    settings = ["--no-preflight", PLAIN_ENGINE, "trainer.steps=8", "cluster.devices_per_node=3", placement, *saves]
     head, worker = (Launched(hosts, rank, tmp_path, *settings) for rank in (0, 1))
 
     def steps() -> int:

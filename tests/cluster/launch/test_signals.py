@@ -8,7 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 from unittest.mock import Mock
@@ -22,6 +22,7 @@ from rlsys.cluster.launch.role import Role
 from rlsys.cluster.local_ray import promised_port
 from rlsys.errors import Interrupted, RunError
 from tests.support.processes import is_gone
+from tests.support.waiting import until
 
 
 @pytest.fixture(autouse=True)
@@ -62,12 +63,8 @@ async def test_command_that_does_not_end_is_killed_with_its_driver_in_another_gr
     monkeypatch.setattr(worker, "PATIENCE_S", 0.1)
     monkeypatch.setattr(worker, "ends_with_parent", lambda _: [sys.executable, "-c", code])
     async with worker.rlsys_command([]):
-        async with asyncio.timeout(300):
-            while not (tmp_path / "pid").is_file() or not (tmp_path / "pid").read_text():
-                await asyncio.sleep(0.01)
-    async with asyncio.timeout(300):  # Its parent is another process.
-        while not is_gone(int((tmp_path / "pid").read_text())):
-            await asyncio.sleep(0.01)
+        await until(lambda: (tmp_path / "pid").is_file() and (tmp_path / "pid").read_text())
+    await until(lambda: is_gone(int((tmp_path / "pid").read_text())))  # Its parent is another process.
 
 
 @pytest.fixture
@@ -82,11 +79,6 @@ def node() -> Mock:
 async def test_launcher_leaves_after_sigterm_and_the_heads_end_a_time_out_or_a_second_signal(
     then: str, node: Mock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def until(condition: Callable[[], object]) -> None:
-        async with asyncio.timeout(60):
-            while not condition():
-                await asyncio.sleep(0.01)
-
     monkeypatch.setattr(worker, "POLL_S", 0.02)
     monkeypatch.setattr(worker, "LOST_S", 600.0)
     monkeypatch.setattr(worker, "ENDING_GRACE_S", 0.2 if then == "time" else 600.0)
@@ -118,10 +110,10 @@ async def test_silent_or_absent_head_is_named(node: Mock, monkeypatch: pytest.Mo
         role = Role(1, 2, "127.0.0.1", closed.getsockname()[1])
         named = f"127.0.0.1:{role.port} is lost"
         with pytest.raises(RunError, match=named):
-            await asyncio.wait_for(worker._wait_for_ending(role, node, print), 60)
+            await asyncio.wait_for(worker._wait_for_ending(role, node, print), 600)
         asyncio.get_running_loop().remove_signal_handler(signal.SIGTERM)
         with pytest.raises(RunError, match=f"node 1 .*127.0.0.1:{role.port}"):
-            await asyncio.wait_for(worker._await_head(role, wait_s=0.05), 60)
+            await asyncio.wait_for(worker._await_head(role, wait_s=0.05), 600)
 
 
 def test_log_of_an_ended_ray_is_quoted_and_a_wrong_token_explained(tmp_path: Path) -> None:

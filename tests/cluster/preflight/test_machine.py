@@ -103,6 +103,7 @@ def test_folders_and_cache_of_the_loader_are_searched(monkeypatch: pytest.Monkey
     settings = {"PATH": tmp_path, "CUDNN_HOME": tmp_path / "cudnn", "LD_LIBRARY_PATH": first.parent}
     for name, value in settings.items():
         monkeypatch.setenv(name, str(value))
+    monkeypatch.setattr("rlsys.cluster.preflight.machine._DRIVER_S", 600)
     monkeypatch.setattr(ThisMachine, "version", lambda _self, package: {"nvidia-cudnn-cu13": "9.20.0.48"}.get(package))
     assert ThisMachine().foreign_cudnn() == [first, second]
     monkeypatch.setattr(ThisMachine, "version", lambda *_: None)
@@ -118,9 +119,12 @@ def test_disk_of_a_missing_folder_is_that_of_its_parent(tmp_path: Path) -> None:
         ThisMachine().disk(tmp_path / "file")
 
 
-def test_each_search_server_is_asked_and_reported() -> None:
+def test_each_search_server_is_asked_and_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rlsys.cluster.preflight.machine._SEARCH_S", 600)
     with search_server() as good, promised_port() as closed:
         other = f"http://127.0.0.1:{closed.getsockname()[1]}"
-        first, second = ThisMachine().search(SearchConfig(url=good.url, replicas=[other], topk=1, timeout_s=60), "Who?")
+        first, second = ThisMachine().search(
+            SearchConfig(url=good.url, replicas=[other], topk=1, timeout_s=600), "Who?"
+        )
     assert (first.url, first.passages, first.error, good.asked) == (good.url, 1, "", ["Who?"])
     assert (second.url, second.passages, bool(second.error)) == (other, 0, True)

@@ -16,7 +16,7 @@ from rlsys.orchestrator import elastic
 from rlsys.orchestrator.elastic import Elastic
 from rlsys.orchestrator.supervisor import Supervisor
 from tests.orchestrator.groups.engines import Engines, make, settle
-from tests.orchestrator.groups.test_restarts import Copy, config_of
+from tests.orchestrator.groups.restarts import Copy, config_of
 from tests.support.trajectories import question
 
 

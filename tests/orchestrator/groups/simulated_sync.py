@@ -1,17 +1,26 @@
-"""Simulates weight syncs in virtual time: engines and an actor that exchange buckets over one broadcast after the other."""
+"""Simulates weight syncs in virtual time: engines and an actor exchange buckets over one broadcast after the other."""
 
 from __future__ import annotations
 
 import asyncio
 import random
+from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from rlsys.apps.planner.virtual_time import now
+import pytest
+
+from rlsys.apps.planner.virtual_time import now, run_virtually
+from rlsys.config.schema import ClusterConfig, Device, SyncMode
 from rlsys.errors import PeerLost
+from rlsys.observe.spans import Tracer
+from rlsys.orchestrator import weight_sync
+from rlsys.orchestrator.membership import NoEngineLeft
+from rlsys.orchestrator.weight_sync import WeightSync
 from rlsys.weights.transport import BucketHandle
-from tests.orchestrator.groups.engines import Engines, Worker
+from tests.orchestrator.groups.engines import CALL_TIMEOUT_S, Engines, Worker, make
 
 BUCKETS = 3
 
@@ -169,3 +178,46 @@ class Simulation(Engines):
         for link in self.links:
             link.end()
         await asyncio.gather(*self._tasks.values())
+
+
+def check_syncs_while_engines_die(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Simulate weight syncs during which engines die: every survivor must get every version."""
+    seen: Counter[str] = Counter()
+
+    async def one(seed: int) -> None:
+        world = Simulation(seed)
+        monkeypatch.setattr(weight_sync, "Meeting", world.meeting)
+        pool, _ = make(world)
+        settings = ClusterConfig(device=Device.cpu, sync_mode=SyncMode.broadcast, call_timeout_s=CALL_TIMEOUT_S)
+        sync = WeightSync(world.actor, [pool], settings, tmp_path, Tracer("driver"))  # type: ignore[arg-type]
+
+        async def hurt() -> None:
+            for worker in world.random.sample(world.ranks, world.random.randint(0, len(world.ranks))):
+                await asyncio.sleep(world.random.choice([0, world.random.uniform(0, 20)]))
+                world.end(worker)
+
+        hurting = asyncio.ensure_future(hurt())
+        try:
+            for version in (1, 2, 3):
+                attempts, began = len(world.links), now()
+                await sync.send(version)
+                attempts = len(world.links) - attempts
+                seen["several attempts"] += attempts > 1
+                assert attempts <= len(world.ranks)
+                assert now() - max(began, world.last_death) < 60, "nobody waits for the dead"
+                alive = [worker for worker in world.ranks if worker.alive]
+                assert {worker.version for worker in alive} <= {version}
+                for worker in alive:
+                    assert len(world.staged[worker.number]) == BUCKETS, "each bucket once, none from a former attempt"
+                    assert world.staged[worker.number] == sorted(world.staged[worker.number])
+            seen["whole"] += 1
+        except NoEngineLeft:
+            assert not any(worker.alive for worker in world.ranks)
+            seen["end"] += 1
+        await hurting
+        await world.settle()
+        assert world.breaches == []
+
+    for seed in range(150):
+        run_virtually(one(seed))
+    assert min(seen[outcome] for outcome in ("several attempts", "whole", "end")) > 10

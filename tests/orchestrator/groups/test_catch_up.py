@@ -21,8 +21,9 @@ from rlsys.orchestrator.supervisor import Supervisor
 from rlsys.orchestrator.weight_sync import WeightSync
 from rlsys.weights.transport import BucketHandle
 from tests.orchestrator.groups.engines import CALL_TIMEOUT_S, Engines, make, settle, taking
+from tests.orchestrator.groups.restarts import config_of, supervisor_of
 from tests.orchestrator.groups.simulated_sync import BUCKETS
-from tests.orchestrator.groups.test_restarts import config_of, rows, supervisor_of
+from tests.support.jsonl import read_rows
 from tests.support.virtual_time import virtually
 
 
@@ -77,7 +78,7 @@ async def test_newcomer_gets_the_version_of_the_others_in_the_middle_of_a_step(t
     assert actor.sent == ["weights 1", "weights 1", "weights 2"]
     watching.cancel()
     await asyncio.wait({watching})
-    assert [row["event"] for row in rows(tmp_path / "faults")] == ["began", "recovered"]
+    assert [row["event"] for row in read_rows(tmp_path / "faults")] == ["began", "recovered"]
     assert (len(engines.former), engines.breaches) == (1, [])
 
 
@@ -111,7 +112,7 @@ async def test_loss_of_the_sender_is_not_charged_to_the_newcomer(loss: type[Rank
         await watching
     assert lost_worker(ended.value) is lost, "the run goes back to its checkpoint"
     assert pool.engines.members.of_engine[1].standing is Standing.joining
-    assert [row["event"] for row in rows(tmp_path / "faults")] == ["began"]
+    assert [row["event"] for row in read_rows(tmp_path / "faults")] == ["began"]
 
 
 @virtually
@@ -200,4 +201,4 @@ async def test_waiting_for_a_call_of_a_step_makes_neither_the_actor_nor_the_newc
     assert [one.version for one in pool.engines.members.living] == [1, 1]
     watching.cancel()
     await asyncio.wait({watching})
-    assert [row["event"] for row in rows(tmp_path / "faults")] == ["began", "recovered"]
+    assert [row["event"] for row in read_rows(tmp_path / "faults")] == ["began", "recovered"]

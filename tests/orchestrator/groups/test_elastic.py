@@ -18,7 +18,7 @@ from rlsys.observe.requests import REQUESTS, Request
 from rlsys.orchestrator.elastic import DEVICES_TIMEOUT_S, Elastic
 from tests.orchestrator.groups.elasticity import Elasticity
 from tests.orchestrator.groups.engines import Engines, settle, taking
-from tests.orchestrator.groups.test_restarts import rows
+from tests.support.jsonl import read_rows
 from tests.support.refusals import refused
 from tests.support.trajectories import question
 from tests.support.virtual_time import virtually
@@ -47,7 +47,7 @@ async def test_an_engine_leaves_when_its_groups_have_ended(tmp_path: Path) -> No
     assert engines.ranks[0].killed
     assert not engines.ranks[1].killed
     assert any("2 prompt groups" in text for text in said)
-    assert [(row["event"], row["part"]) for row in rows(run.log)] == [("left", "engine 0")]
+    assert [(row["event"], row["part"]) for row in read_rows(run.log)] == [("left", "engine 0")]
     assert (await run.pool.metrics())["rollout/requeued_groups"] == 0
 
 
@@ -89,7 +89,7 @@ async def test_an_engine_joins_and_gets_no_group_before_it_has_the_weights(tmp_p
         await asyncio.gather(*asked)
         assert now() == 145
     assert engines.breaches == []
-    assert [(row["event"], row["part"]) for row in rows(run.log)] == [("joined", "engine 1")]
+    assert [(row["event"], row["part"]) for row in read_rows(run.log)] == [("joined", "engine 1")]
 
 
 @virtually
@@ -116,7 +116,7 @@ async def test_an_engine_that_cannot_start_is_no_fault_and_no_restart(tmp_path: 
         with pytest.raises(RunError, match="no model"):
             await run.elastic.join(None)
         assert (run.standings, run.devices.taken) == ({0: "serving"}, set())
-        assert rows(run.log) == []
+        assert read_rows(run.log) == []
         engines._failures.clear()
         await run.elastic.join(None)
         assert run.standings == {0: "serving", 1: "serving"}
@@ -198,7 +198,7 @@ async def test_a_leaving_engine_that_is_lost_is_not_started_again(kind: FaultKin
         await asyncio.gather(*asked)
         await asyncio.sleep(100)
         assert run.standings == {0: "serving"}
-    recorded = [(row["event"], row.get("kind")) for row in rows(run.log)]
+    recorded = [(row["event"], row.get("kind")) for row in read_rows(run.log)]
     assert recorded == [("joined", None), ("began", kind), ("given_up", None)]
 
 

@@ -15,7 +15,8 @@ from rlsys.orchestrator import elastic, weight_sync
 from rlsys.orchestrator.elastic import Elastic
 from rlsys.orchestrator.membership import NoEngineLeft, Standing
 from tests.orchestrator.groups.elasticity import Devices, ask_at_once
-from tests.orchestrator.groups.test_restarts import World, config_of, rows
+from tests.orchestrator.groups.restarts import World, config_of
+from tests.support.jsonl import read_rows
 
 
 class Changing(World):
@@ -87,8 +88,8 @@ def test_every_group_ends_once_and_whole_while_engines_join_and_leave(
         if not world.dies:
             assert {*ends, evaluated} == {"whole", "evaluated"}
             assert "failed" not in changes
-            assert {row["event"] for row in rows(world.log)} <= {"joined", "left"}
-        assert Counter(row["event"] for row in rows(world.log))["joined"] == changes.count("joined")
+            assert {row["event"] for row in read_rows(world.log)} <= {"joined", "left"}
+        assert Counter(row["event"] for row in read_rows(world.log))["joined"] == changes.count("joined")
         seen.update(changes)
         watching.cancel()
         await asyncio.wait({watching})

@@ -13,7 +13,7 @@ from rlsys.errors import RunError
 from rlsys.orchestrator.elastic import MACHINES_POLL_S
 from tests.orchestrator.groups.elasticity import Elasticity
 from tests.orchestrator.groups.engines import Engines, settle, taking
-from tests.orchestrator.groups.test_restarts import rows
+from tests.support.jsonl import read_rows
 from tests.support.refusals import refused
 from tests.support.virtual_time import virtually
 
@@ -51,9 +51,9 @@ async def test_engines_of_a_lost_machine_leave_and_return_on_another_one(tmp_pat
         await run.ask(3)
         await asyncio.sleep(30)
         assert run.standings == {0: "serving", 1: "serving"}, "the restart was not used up before"
-    kinds = {row["part"]: row["kind"] for row in rows(run.log)[:2]}
+    kinds = {row["part"]: row["kind"] for row in read_rows(run.log)[:2]}
     assert kinds == {"engine 1": "died", "engine 2": "displaced"}
-    ends = Counter(row["event"] for row in rows(run.log))
+    ends = Counter(row["event"] for row in read_rows(run.log))
     assert ends == {"began": 3, "recovered": 2, "given_up": 1}
 
 
@@ -110,7 +110,7 @@ async def test_more_engines_join_by_themselves_up_to_a_number_while_the_cluster_
         }.items():
             with refused(code, key):
                 await run.elastic.join(number)
-    events = [(row["event"], row["part"][-1]) for row in rows(run.log)]
+    events = [(row["event"], row["part"][-1]) for row in read_rows(run.log)]
     assert events == [("joined", "2"), ("joined", "3"), ("left", "3"), ("joined", "3"), ("joined", "4")]
 
 
@@ -137,7 +137,7 @@ async def test_an_additional_engine_that_leaves_while_it_starts_is_no_fault(tmp_
         assert await run.elastic.leave(1, None)
         await asyncio.sleep(200)
         assert run.standings == {0: "serving"}
-    assert [row["event"] for row in rows(run.log)] == ["left"]
+    assert [row["event"] for row in read_rows(run.log)] == ["left"]
 
 
 @virtually
@@ -149,7 +149,7 @@ async def test_no_more_engines_join_by_themselves_once_one_cannot_start(tmp_path
     async with run.watched():
         await asyncio.sleep(100)
         assert (run.standings, run.devices.taken) == ({0: "serving"}, set())
-    assert Counter(row["event"] for row in rows(run.log)) == {"began": 2, "given_up": 2}
+    assert Counter(row["event"] for row in read_rows(run.log)) == {"began": 2, "given_up": 2}
 
 
 @virtually

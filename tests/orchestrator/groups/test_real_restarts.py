@@ -1,10 +1,8 @@
-"""Tests that real engines on Ray, one killed and one stopped, come back with verified weights over every transport."""
+"""Tests that real engines on Ray, one killed and one stopped, come back with verified weights, over two transports."""
 
 from __future__ import annotations
 
 import asyncio
-import json
-import os
 import signal
 from collections import Counter
 from functools import partial
@@ -23,14 +21,15 @@ from rlsys.orchestrator.membership import Members
 from rlsys.orchestrator.supervisor import Supervisor
 from rlsys.orchestrator.weight_sync import WeightSync
 from rlsys.orchestrator.worker_groups import InferenceGroup, build_groups, restart_engine, started_groups
-from tests.support.processes import descendants_with, is_gone
+from tests.support.jsonl import read_rows
+from tests.support.processes import descendants_with, is_gone, worker_of
 from tests.support.runs import LIMIT_S, PATIENT, PLAIN_ENGINE
 
 GROUPS = 8
 SETTINGS = [
     *PATIENT,
     PLAIN_ENGINE,
-    "rollout.engine.stall_timeout_s=60",
+    "rollout.engine.stall_timeout_s=30",
     "rollout.max_episodes=16",
     "cluster.placement.rollout=2-3",
     "search.enabled=false",
@@ -38,17 +37,6 @@ SETTINGS = [
 ]
 
 pytestmark = [pytest.mark.slow, pytest.mark.engine]
-
-
-def worker_of(run: psutil.Process, engine: int) -> psutil.Process:
-    """Return the process of an engine's worker, which writes the engine's log."""
-    for one in run.children(recursive=True):
-        try:
-            if Path(os.readlink(f"/proc/{one.pid}/fd/1")).name == f"rollout-{engine}.log" and "ray::" in one.name():
-                return one
-        except (OSError, psutil.Error):
-            continue
-    raise AssertionError(f"engine {engine} has no process")
 
 
 async def until_all_serve(pool: EnginePool, count: int) -> None:
@@ -65,7 +53,7 @@ async def until_all_serve(pool: EnginePool, count: int) -> None:
     unsubscribe()
 
 
-@pytest.mark.parametrize("mode", ["broadcast", "tensor", "disk"])
+@pytest.mark.parametrize("mode", ["tensor", "disk"])  # tests/live/test_engines_return.py has a run with broadcast.
 async def test_killed_and_stopped_engines_come_back(mode: str, tmp_path: Path) -> None:
     config = load_config("searchr1_tiny_cpu", [*SETTINGS, f"cluster.sync_mode={mode}"])
 
@@ -103,7 +91,7 @@ async def test_killed_and_stopped_engines_come_back(mode: str, tmp_path: Path) -
         watching.cancel()
         await asyncio.wait({watching})
         await pool.stop(60)
-    rows = [json.loads(line) for line in (tmp_path / "faults.jsonl").read_text().splitlines()]
+    rows = read_rows(tmp_path / "faults.jsonl")
     assert {(row["part"], row["kind"]) for row in rows if row["event"] == "began"} == {
         ("engine 0", "died"),
         ("engine 1", "hung"),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,66 +11,27 @@ from typing import Any
 import pytest
 
 from rlsys.apps.planner.virtual_time import now, run_virtually
-from rlsys.config.algorithm import AlgorithmConfig
-from rlsys.config.schema import ClusterConfig, Device, Mode, RolloutConfig, RunConfig, SglangConfig, SyncMode
+from rlsys.config.schema import Mode, RunConfig
 from rlsys.errors import RunError
-from rlsys.observe.faults import FaultLog, Restarts
-from rlsys.observe.spans import Tracer
+from rlsys.observe.faults import FaultLog
 from rlsys.orchestrator import weight_sync
 from rlsys.orchestrator.engine_pool import EnginePool
-from rlsys.orchestrator.membership import NoEngineLeft, NoneSetAside
-from rlsys.orchestrator.pipeline.rollout_pipeline import GroupLost, RolloutPipeline
+from rlsys.orchestrator.membership import NoEngineLeft
+from rlsys.orchestrator.pipeline.rollout_pipeline import RolloutPipeline
 from rlsys.orchestrator.run import Run, _pipeline
 from rlsys.orchestrator.supervisor import Heartbeats, Supervisor
 from rlsys.orchestrator.watchdog import stall_limit_s
-from rlsys.orchestrator.weight_sync import WeightSync
 from rlsys.rollout.agent.episode import EngineActivity
-from tests.orchestrator.groups.engines import CALL_TIMEOUT_S, NEVER, SAMPLES, TIMEOUT_S, Engines, make, settle, taking
-from tests.orchestrator.groups.simulated_sync import BUCKETS, Simulation
+from tests.orchestrator.groups.engines import CALL_TIMEOUT_S, NEVER, Engines, make, settle, taking
+from tests.orchestrator.groups.restarts import STALL_S, Copy, World, config_of, supervisor_of
+from tests.support.jsonl import read_rows
 from tests.support.trajectories import question
 from tests.support.virtual_time import virtually
-
-STALL_S = 60.0
-
-
-def rows(file: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in file.read_text().splitlines()]
-
-
-def config_of(restarts: int) -> RunConfig:
-    return RunConfig(
-        rollout=RolloutConfig(
-            max_episodes=8, episode_timeout_s=TIMEOUT_S, engine=SglangConfig(stall_timeout_s=STALL_S)
-        ),
-        algorithm=AlgorithmConfig(n_samples=SAMPLES),
-        cluster=ClusterConfig(
-            device=Device.cpu,
-            sync_mode=SyncMode.broadcast,
-            call_timeout_s=CALL_TIMEOUT_S,
-            restarts=restarts,
-            restart_window_s=1e9,
-        ),
-    )
 
 
 def supervised(engines: Any, sync: Any, restarts: int, log: Path) -> tuple[EnginePool, Supervisor]:
     pool, _ = make(engines)
     return pool, supervisor_of(pool, sync, engines.restart, FaultLog(log), config_of(restarts))
-
-
-def supervisor_of(pool: EnginePool, sync: Any, start: Any, faults: FaultLog, config: RunConfig) -> Supervisor:
-    return Supervisor(pool, sync, start, faults, config, Restarts(config.cluster, now), {}, clock=now)
-
-
-class Copy:
-    """A weight sync that has pushed `version`, which every newcomer takes at once."""
-
-    version = 5
-
-    async def catch_up(self, newcomer: Any) -> int:
-        await newcomer.begin_update(self.version)
-        await newcomer.finish_update(self.version, "digest")
-        return self.version
 
 
 @virtually
@@ -95,7 +55,7 @@ async def test_requests_wait_for_the_last_engine_to_come_back(tmp_path: Path) ->
         await pool.run_group(question(2), 2)
     watching.cancel()
     await asyncio.wait({watching})
-    assert [row["event"] for row in rows(tmp_path / "faults")] == ["began", "recovered", "began", "given_up"]
+    assert [row["event"] for row in read_rows(tmp_path / "faults")] == ["began", "recovered", "began", "given_up"]
 
 
 @virtually
@@ -109,7 +69,7 @@ async def test_engine_that_cannot_be_started_uses_up_the_restarts(tmp_path: Path
     await asyncio.sleep(100)
     assert (tuple(pool.living), pool.engines.members.of_engine.keys()) == ((0,), {0})
     assert "no model" in pool.engines.last_error
-    assert [row["event"] for row in rows(tmp_path / "faults")] == ["began", "given_up"]
+    assert [row["event"] for row in read_rows(tmp_path / "faults")] == ["began", "given_up"]
     await pool.run_group(question(0), 0)
     watching.cancel()
     await asyncio.wait({watching})
@@ -149,7 +109,7 @@ async def test_fault_of_a_colocated_engine_does_not_blame_the_restarts(tmp_path:
     await supervisor.poll()
     await pool.load_bucket(0)
     assert pool.engines.members.of_engine.keys() == {0}
-    _, ended = rows(tmp_path / "faults")
+    _, ended = read_rows(tmp_path / "faults")
     assert ended["event"] == "given_up"
     assert "colocated" in ended["detail"]
     assert "left" not in ended["detail"]
@@ -167,7 +127,7 @@ async def test_engine_that_does_not_settle_is_started_again(tmp_path: Path) -> N
     watching = asyncio.ensure_future(supervisor.run(1.0))
     await asyncio.sleep(10)
     assert [one.version for one in pool.engines.members.living] == [Copy.version]
-    assert [row.get("kind") for row in rows(tmp_path / "faults")] == ["hung", None]
+    assert [row.get("kind") for row in read_rows(tmp_path / "faults")] == ["hung", None]
     watching.cancel()
     await asyncio.wait({watching})
 
@@ -196,7 +156,7 @@ async def test_engine_that_makes_no_progress_is_suspect_then_restarted(answers: 
     assert not engines.breaches
     watching.cancel()
     await asyncio.wait({watching})
-    assert [row.get("kind") for row in rows(tmp_path / "faults")] == ["hung", None]
+    assert [row.get("kind") for row in read_rows(tmp_path / "faults")] == ["hung", None]
 
 
 @virtually
@@ -241,78 +201,6 @@ def test_engine_that_waits_for_a_search_or_generates_is_not_hung() -> None:
         assert silent == (10 if second % 20 else 0), "answers of an idle engine that are lost do not add up"
 
 
-class World(Simulation):
-    """A simulation in which engines die at any moment, and the actor's weights change between two pushes."""
-
-    def __init__(self, seed: int, tmp_path: Path) -> None:
-        super().__init__(seed)
-        self.restarts = self.random.choice([0, 1, 3, 20])
-        self.log = tmp_path / f"faults-{seed}"
-        self.pool, _ = make(self)
-        settings = config_of(self.restarts).cluster
-        self.sync = WeightSync(
-            self.actor,  # type: ignore[arg-type]
-            [self.pool],
-            settings,
-            tmp_path,
-            Tracer("driver"),
-            activated=self.publish,
-        )
-        config = config_of(self.restarts)
-        self.supervisor = supervisor_of(self.pool, self.sync, self.restart, FaultLog(self.log), config)
-        self.given: dict[int, str] = {}
-        """Version -> digest with which it was pushed."""
-
-    def publish(self, version: int) -> None:
-        self.published = version
-
-    def _finish_update(self, worker: Any, call: Any, method: str, args: tuple[Any, ...]) -> None:
-        version, digest = args
-        if digest != self.given.get(version, self.weights) or self.staged[worker.number] != sorted(
-            set(self.staged[worker.number])
-        ):
-            self.breaches.append(f"engine {worker.number} got {digest} as version {version}")
-        if len(self.staged[worker.number]) != BUCKETS:
-            self.breaches.append(f"engine {worker.number} got a part of version {version}")
-        super()._finish_update(worker, call, method, args)
-
-    async def hurt(self) -> None:
-        for _ in range(self.random.randint(0, 2 * len(self.ranks))):
-            await asyncio.sleep(self.random.choice([0, self.random.uniform(0, 20)]))
-            if alive := [worker for worker in self.ranks if worker.alive]:
-                self.end(self.random.choice(alive))
-
-    async def ask(self, number: int) -> str:
-        await asyncio.sleep(self.random.uniform(0, 60))
-        try:
-            await self.pool.run_group(question(number), number)
-        except (GroupLost, NoEngineLeft) as end:
-            return type(end).__name__
-        return "whole"
-
-    async def evaluate(self) -> str:
-        await asyncio.sleep(self.random.uniform(0, 60))
-        try:
-            async with self.pool.reserve(self.random.randint(1, 3)) as reserved:
-                for number in range(3):
-                    answer = await reserved.answer(question(1000 + number))
-                    assert int(answer.versions[1]) == (-1 if reserved.version is None else reserved.version)
-        except (GroupLost, NoneSetAside, NoEngineLeft) as end:
-            return type(end).__name__
-        return "evaluated"
-
-    async def train(self, seen: Counter[str]) -> None:
-        for version in range(1, 5):
-            self.weights = self.given[version] = f"weights {version}"
-            await self.sync.send(version)
-            members = self.pool.engines.members
-            assert {one.version for one in members.living if members.takes(one, aside=False)} <= {version}
-            if self.random.random() < 0.5:  # A step's first update; the push of the next version ends the step.
-                self.weights = f"within step {version}"
-            seen["joined"] += len(self.former)
-            await asyncio.sleep(self.random.uniform(0, 20))
-
-
 def test_engines_that_return_serve_whole_and_current_versions_in_any_interleaving(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -349,7 +237,7 @@ def test_engines_that_return_serve_whole_and_current_versions_in_any_interleavin
         await asyncio.wait({watching})
         await world.settle()
         assert world.breaches == []
-        events = Counter(row["event"] for row in rows(world.log)) if world.log.exists() else Counter()
+        events = Counter(row["event"] for row in read_rows(world.log)) if world.log.exists() else Counter()
         seen.update(events)
         assert events["began"] >= events["recovered"] + events["given_up"]
 

@@ -18,21 +18,17 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 
-from rlsys.apps.planner.virtual_time import now, run_virtually
 from rlsys.cluster.worker_group import RankDied
 from rlsys.config.schema import ClusterConfig, Device, RunConfig, SyncMode
 from rlsys.errors import PeerLost, RunError
 from rlsys.observe.spans import Tracer
-from rlsys.orchestrator import weight_sync
 from rlsys.orchestrator.engine_pool import EnginePool
-from rlsys.orchestrator.membership import NoEngineLeft
 from rlsys.orchestrator.weight_sync import WeightSync
 from rlsys.trainer.export import WeightSender
 from rlsys.weights import transport
 from rlsys.weights.bucket import Bucket, digest, pack_into, unpack
 from rlsys.weights.transport import BucketHandle, Receiver, TransportSpec
-from tests.orchestrator.groups.engines import CALL_TIMEOUT_S, make
-from tests.orchestrator.groups.simulated_sync import BUCKETS, Simulation
+from tests.orchestrator.groups.simulated_sync import BUCKETS, check_syncs_while_engines_die
 from tests.support.megatron_processes import Host, Shell, fresh
 from tests.support.tensors import raw, some_tensors
 
@@ -40,45 +36,7 @@ from tests.support.tensors import raw, some_tensors
 def test_every_survivor_gets_every_version_whenever_engines_die(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    seen: Counter[str] = Counter()
-
-    async def one(seed: int) -> None:
-        world = Simulation(seed)
-        monkeypatch.setattr(weight_sync, "Meeting", world.meeting)
-        pool, _ = make(world)
-        settings = ClusterConfig(device=Device.cpu, sync_mode=SyncMode.broadcast, call_timeout_s=CALL_TIMEOUT_S)
-        sync = WeightSync(world.actor, [pool], settings, tmp_path, Tracer("driver"))  # type: ignore[arg-type]
-
-        async def hurt() -> None:
-            for worker in world.random.sample(world.ranks, world.random.randint(0, len(world.ranks))):
-                await asyncio.sleep(world.random.choice([0, world.random.uniform(0, 20)]))
-                world.end(worker)
-
-        hurting = asyncio.ensure_future(hurt())
-        try:
-            for version in (1, 2, 3):
-                attempts, began = len(world.links), now()
-                await sync.send(version)
-                attempts = len(world.links) - attempts
-                seen["several attempts"] += attempts > 1
-                assert attempts <= len(world.ranks)
-                assert now() - max(began, world.last_death) < 60, "nobody waits for the dead"
-                alive = [worker for worker in world.ranks if worker.alive]
-                assert {worker.version for worker in alive} <= {version}
-                for worker in alive:
-                    assert len(world.staged[worker.number]) == BUCKETS, "each bucket once, none from a former attempt"
-                    assert world.staged[worker.number] == sorted(world.staged[worker.number])
-            seen["whole"] += 1
-        except NoEngineLeft:
-            assert not any(worker.alive for worker in world.ranks)
-            seen["end"] += 1
-        await hurting
-        await world.settle()
-        assert world.breaches == []
-
-    for seed in range(150):
-        run_virtually(one(seed))
-    assert min(seen[outcome] for outcome in ("several attempts", "whole", "end")) > 10
+    check_syncs_while_engines_die(tmp_path, monkeypatch)
 
 
 @pytest.mark.parametrize("loses_peer", [True, False])

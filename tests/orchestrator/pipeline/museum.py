@@ -19,8 +19,8 @@ from rlsys.orchestrator.membership import Members
 from rlsys.orchestrator.pipeline.rollout_pipeline import RolloutPipeline
 from rlsys.orchestrator.pipeline.scheduler import StalenessScheduler
 from rlsys.orchestrator.weight_sync import WeightSync
-from tests.orchestrator.groups.test_interleavings import SeededRun
-from tests.orchestrator.groups.test_sync_deaths import test_every_survivor_gets_every_version_whenever_engines_die
+from tests.orchestrator.groups.seeded_run import SeededRun
+from tests.orchestrator.groups.simulated_sync import check_syncs_while_engines_die
 from tests.orchestrator.pipeline.exhaustive import Scope, explore
 from tests.orchestrator.pipeline.planted import rewritten
 from tests.orchestrator.pipeline.simulation import simulate
@@ -59,7 +59,7 @@ def pool(seed: int) -> None:
 def sync() -> None:
     """Simulate weight syncs during which engines die."""
     with TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as monkeypatch:
-        test_every_survivor_gets_every_version_whenever_engines_die(Path(folder), monkeypatch)
+        check_syncs_while_engines_die(Path(folder), monkeypatch)
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,8 @@ from rlsys.orchestrator.pipeline.schedule_policy import EARLIEST_FIRST, CheckedP
 
 WORKERS = ("generate", "reward", "score", "finish", "train", "apply", "need")
 STAGES = ("roll", "abort", "reward", "score", "train", "apply", "update", "devices", "save")
+SEEDS = 1000
+"""Number of seeds in a block; the default suite runs the first block only."""
 
 
 class AnyPolicy:

@@ -17,8 +17,8 @@ from rlsys.orchestrator.pipeline.scheduler import StalenessScheduler
 from rlsys.rollout.agent.episode import EpisodeGroup, EpisodeTools
 from rlsys.rollout.agent.tokens import EpisodeProgress
 from rlsys.weights.checkpoint.state_file import load_values, save_values
-from tests.orchestrator.pipeline.test_rollout_pipeline import InstantWorkers
 from tests.rollout.agent.gateway_play import ASKED, DRAWN, END, Client, Engine, tools_of, trained
+from tests.support.instant_workers import InstantWorkers
 from tests.support.trajectories import same
 
 
@@ -63,7 +63,7 @@ async def killed(engine: Engine, tools: EpisodeTools, file: Path) -> None:
     rollouts = Rollouts(tools)
     pipeline = rollouts.life()
     running = asyncio.create_task(pipeline.run())
-    await asyncio.wait_for(engine.halted.wait(), 60)
+    await asyncio.wait_for(engine.halted.wait(), 600)
     save_values(file, pipeline.state(await rollouts.in_flight()))
     running.cancel()
     await asyncio.gather(running, return_exceptions=True)
@@ -73,7 +73,7 @@ async def resumed(tools: EpisodeTools, state: PipelineState) -> Group:
     """Resume from a state; return the first group that is scored."""
     pipeline = Rollouts(tools).life(state)
     running = asyncio.create_task(pipeline.run())
-    (group,) = await asyncio.wait_for(pipeline.take(1), 60)
+    (group,) = await asyncio.wait_for(pipeline.take(1), 600)
     pipeline.stop()
     await running
     return group

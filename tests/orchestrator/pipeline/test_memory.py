@@ -25,7 +25,7 @@ from rlsys.orchestrator.pipeline.scheduler import DropReason, StalenessScheduler
 from rlsys.orchestrator.pipeline.training_step import MiniBatches, learn
 from rlsys.orchestrator.run_logger import RunLogger
 from rlsys.orchestrator.weight_sync import WeightSync
-from tests.orchestrator.pipeline.test_rollout_pipeline import InstantWorkers
+from tests.support.instant_workers import InstantWorkers
 from tests.support.trajectories import rewarded
 
 WARM, STEPS = 2_000, 10_000

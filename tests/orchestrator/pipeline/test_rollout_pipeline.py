@@ -3,28 +3,24 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 
 from rlsys.apps.planner.virtual_time import now, run_virtually
 from rlsys.config.schema import RunConfig, TrainerConfig
-from rlsys.data.prompt_source import PromptSource
 from rlsys.data.question import Question
-from rlsys.data.trajectory import Group, Sample, Scores, Trajectory
+from rlsys.data.trajectory import Sample, Scores, Trajectory
 from rlsys.errors import root_cause
 from rlsys.orchestrator.membership import NoEngineLeft
-from rlsys.orchestrator.pipeline.rollout_pipeline import Handlers, RolloutPipeline, ScoreBatchSize
 from rlsys.orchestrator.pipeline.scheduler import DropReason, StalenessScheduler
 from rlsys.orchestrator.pipeline.training_step import MiniBatches, learn, mini_batches, score_batch_size
 from tests.orchestrator.pipeline.planted import PLANTED
+from tests.orchestrator.pipeline.script import SEEDS
 from tests.orchestrator.pipeline.simulation import Parts, breach_of, simulate
 from tests.orchestrator.pipeline.watched import Property
-from tests.support.trajectories import question, rewarded, trajectory
-
-SEEDS = 1000
-"""Number of seeds in a block; the default suite runs the first block only."""
+from tests.support.instant_workers import InstantWorkers
 
 
 @pytest.mark.parametrize("block", [0, *(pytest.param(block, marks=pytest.mark.slow) for block in range(1, 10))])
@@ -42,37 +38,6 @@ def test_every_property_holds_in_any_interleaving(block: int) -> None:
 def test_planted_bug_is_found(broken: Property, planted: Callable[[], Parts]) -> None:
     parts = planted()
     assert broken in (breach_of(simulate, seed, parts) for seed in range(SEEDS))
-
-
-class InstantWorkers:
-    """Workers and devices that answer without ever yielding to the event loop, unlike the workers of a simulation."""
-
-    capacity, waits_for, groups = 2, "", ("inference",)
-    version = 0
-    batch_size = ScoreBatchSize(1, 1)
-
-    async def run_group(self, asked: Question, *_: Any) -> list[Trajectory]:
-        return [trajectory(uid=asked.uid, version=self.version)]
-
-    async def reward(self, asked: Question, trajectories: Sequence[Trajectory]) -> Group:
-        return Group(asked, tuple(rewarded(one, 0.0) for one in trajectories))
-
-    async def compute(self, samples: Sequence[Sample]) -> list[Scores]:
-        return [Scores(sample.trajectory.rollout_logprobs) for sample in samples]
-
-    def fills_micro_batches(self, _: Sequence[Sample]) -> bool:
-        return True
-
-    async def accumulate(self, *_: Any) -> None: ...
-
-    async def apply(self) -> Mapping[str, float]:
-        return {}
-
-    async def onload(self, *groups: str) -> None: ...
-
-    def pipeline(self, scheduler: StalenessScheduler) -> RolloutPipeline:
-        prompts, handlers = PromptSource([question(1), question(2)], seed=0), Handlers(self.reward, lambda group: group)
-        return RolloutPipeline(scheduler, prompts, self, self, handlers, self.batch_size, self)
 
 
 def test_group_cancelled_before_its_first_turn_frees_its_slot() -> None:

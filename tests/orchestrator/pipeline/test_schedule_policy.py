@@ -11,8 +11,7 @@ import pytest
 from rlsys.config.schema import TrainerConfig, variants
 from rlsys.orchestrator.pipeline.schedule_policy import CheckedPolicy, EarliestFirst, ReadyGroup, ScheduleView
 from rlsys.orchestrator.pipeline.scheduler import PromptGroup, StalenessScheduler
-from tests.orchestrator.pipeline.script import ANY_POLICY, OF_SCHEDULE, Script
-from tests.orchestrator.pipeline.test_rollout_pipeline import SEEDS
+from tests.orchestrator.pipeline.script import ANY_POLICY, OF_SCHEDULE, SEEDS, Script
 from tests.support.refusals import refused
 from tests.support.trajectories import question
 

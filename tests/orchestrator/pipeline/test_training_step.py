@@ -105,7 +105,7 @@ async def test_actor_and_critic_learn_at_the_same_time() -> None:
     group = Group(question(1), (rewarded(trajectory(), 1.0),))
     pipeline = cast(RolloutPipeline, cast(Any, OneAtATimePipeline([group], [])))
     learners = {"actor": WaitingLearner([]), "critic": WaitingLearner([])}
-    await asyncio.wait_for(learn(pipeline, learners, learners["actor"], MiniBatches([1])), 60)
+    await asyncio.wait_for(learn(pipeline, learners, learners["actor"], MiniBatches([1])), 600)
 
 
 def test_trained_groups_have_the_old_logprobs_that_training_returned() -> None:

@@ -11,7 +11,7 @@ from rlsys.data.question import Question
 from rlsys.data.trajectory import Trajectory
 
 NUMBER = 3.0
-BARRIER = threading.Barrier(2, timeout=60)
+BARRIER = threading.Barrier(2, timeout=600)
 
 
 def answers(question: Question, trajectory: Trajectory) -> float:

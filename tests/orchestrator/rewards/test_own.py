@@ -28,7 +28,7 @@ async def calls() -> AsyncIterator[TimedCalls]:
 
 async def value(name: str, calls: TimedCalls, *said: str) -> Sequence[float]:
     reading, path = read(episode(*said) if said else TWO_TURNS, "Bamako", "Bko"), f"{HERE}.{name}"
-    return await asyncio.wait_for(CustomTerm(path, RewardConfig({path: 1.0}), calls)(reading), 60)
+    return await asyncio.wait_for(CustomTerm(path, RewardConfig({path: 1.0}), calls)(reading), 600)
 
 
 @pytest.mark.parametrize(

@@ -1,37 +1,19 @@
 """Tests of `rlsys watch` as a process: events of a running run, and other machines."""
 
 import json
-import re
 import signal
 import socket
-import subprocess
-import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import requests
 
+from tests.report.watch.watching import watching
 from tests.support.growing_run import add_step, write_run, write_status
 
 TIMEOUT_S = 300
-
-
-@contextmanager
-def watching(run: Path, *flags: str) -> Iterator[tuple[str, subprocess.Popen[str]]]:
-    """Start a server that watches `run`; yields its address and process."""
-    command = [sys.executable, "-m", "rlsys.apps.cli.main", "watch", str(run), "--port", "0", *flags]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
-        assert process.stderr
-        line = process.stderr.readline()
-        address = re.search(r"http://\S+", line)
-        try:
-            assert address, line + process.stderr.read()
-            yield address[0], process
-        finally:
-            process.kill()
 
 
 def get(address: str, path: str, **headers: str) -> requests.Response:

@@ -26,7 +26,7 @@ LOADS = 40
 
 def client_of(run: LiveRun) -> httpx.AsyncClient:
     transport = httpx.ASGITransport(app=create_app(run, frozenset({"localhost"})))
-    return httpx.AsyncClient(transport=transport, base_url="http://localhost", timeout=60)
+    return httpx.AsyncClient(transport=transport, base_url="http://localhost", timeout=600)
 
 
 def test_concurrent_requests_share_one_build_and_do_not_block_others(

@@ -22,6 +22,7 @@ from tests.rollout.agent.scripted import task
 from tests.support.chat import halt
 from tests.support.chat_templates import TEMPLATES
 from tests.support.search_results import result_of
+from tests.support.waiting import until
 
 CODEC = TEMPLATES[0].codec
 ASKED = Question(uid="q", prompt="Search-R1's prompt", answers=("a",), text="Who? 東京")
@@ -56,8 +57,7 @@ class Engine:
         self.sampled.append(sampling)
         if self.fails is not None:
             raise self.fails
-        while self.closed:
-            await asyncio.sleep(0.01)
+        await until(lambda: not self.closed)
         text = self.said[number % len(self.said)]
         ends = [text.find(stop) + len(stop) for stop in sampling.stop if stop in text]
         ids = CODEC.encode(text[: min(ends)] if ends else text + END)
@@ -88,7 +88,7 @@ def tools_of(
     usual = {"token_mode": TokenMode.append, "train_eos": False, "max_total_tokens": 4000}
     tools = EpisodeTools(engine, engine, CODEC, task(agent=settings, **{**usual, **changes}))
     if not isinstance(agent, GatewayAgent):
-        own = GatewayAgent(timeout_s=60.0, ignore_sampling=ignore_sampling, credit=credit)
+        own = GatewayAgent(timeout_s=600.0, ignore_sampling=ignore_sampling, credit=credit)
         tools.agent = Gateway(own, agent)
     return tools
 
@@ -108,7 +108,7 @@ class Client:
 
     def __init__(self, base_url: str, api_key: str) -> None:
         self.key = api_key
-        self._http = httpx.AsyncClient(base_url=base_url, timeout=60.0, headers={"Authorization": f"Bearer {api_key}"})
+        self._http = httpx.AsyncClient(base_url=base_url, timeout=600, headers={"Authorization": f"Bearer {api_key}"})
 
     async def __aenter__(self) -> Client:
         return self

@@ -97,7 +97,7 @@ async def interrupted(
     script.halted.clear()
     cut_off = Episode(asked, 3, tools, DRAWN, begun)
     running = asyncio.ensure_future(cut_off.run())
-    await asyncio.wait_for(script.halted.wait(), 60)
+    await asyncio.wait_for(script.halted.wait(), 600)
     running.cancel()
     await asyncio.gather(running, return_exceptions=True)
     return cut_off.progress()

@@ -132,7 +132,7 @@ async def test_episode_that_ignores_its_time_out_frees_its_slot() -> None:
             return await asyncio.Future()  # The future ends when it is cancelled again.
 
     slots, stubborn = asyncio.Semaphore(1), group(Stubborn([]), samples=range(1))
-    await asyncio.wait_for(stubborn.play(slots, timeout_s=0.05), 40)
+    await asyncio.wait_for(stubborn.play(slots, timeout_s=0.05), 600)
     assert not slots.locked()
     assert [one.finish for one in stubborn.trajectories()] == [Finish.ABORTED]
 

@@ -98,7 +98,7 @@ def test_call_without_room_for_its_answer_is_not_made() -> None:
     ],
 )
 async def test_result_or_failure_of_a_tool_becomes_text(text: str, called: ToolResult) -> None:
-    assert await asyncio.wait_for(call_tool(Scripted(), text), 40) == called
+    assert await asyncio.wait_for(call_tool(Scripted(), text), 600) == called
 
 
 WORDS = ["search", "answer", "do", "calculator"]

@@ -25,6 +25,7 @@ from tests.rollout.agent.gateway_play import ASKED, CODEC, DRAWN, END, Client, E
 from tests.support.composed import composed
 from tests.support.processes import descendants_with
 from tests.support.refusals import refused
+from tests.support.waiting import until
 
 AGENTS = gateway_agents.__name__
 
@@ -189,13 +190,11 @@ async def test_client_that_disconnects_frees_its_request_and_records_nothing(str
     async def client(_: str, base_url: str, api_key: str) -> str:
         async with Client(base_url, api_key) as asks:
             asking = asyncio.create_task(asks.chat(stream=stream))
-            while not engine.halted.is_set():
-                await asyncio.sleep(0.01)
+            await until(engine.halted.is_set)
             asking.cancel()
             await asyncio.gather(asking, return_exceptions=True)
         async with Client(base_url, api_key) as asks:
-            while not engine.cancelled:
-                await asyncio.sleep(0.01)
+            await until(lambda: engine.cancelled)
             await asks.chat("And?")
         return "Rome"
 

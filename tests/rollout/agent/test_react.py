@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import pickle
 from contextlib import closing
 from typing import Any
@@ -13,54 +12,23 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlsys.config.schema import ReActAgent, TaskConfig, TokenMode
-from rlsys.data.question import Question
+from rlsys.config.schema import TaskConfig, TokenMode
 from rlsys.data.trajectory import Action, Finish, Trajectory
 from rlsys.rollout.agent.episode import Episode, run_episode
 from rlsys.rollout.agent.tokens import Codec
-from tests.rollout.agent.scripted import CALCULATOR, DRAWN, Script, interrupted, task, tools_of
+from tests.rollout.agent.react_play import ASKED, CODEC, SYSTEM, TOKENIZER, react, script_of
+from tests.rollout.agent.scripted import DRAWN, Script, interrupted, tools_of
 from tests.support.bpe import build_tokenizer
-from tests.support.chat_templates import CHATML
+from tests.support.chat_templates import CHATML, END, FUNCTIONS, called
 from tests.support.refusals import refused
 from tests.support.search_results import result_of
 
-TOKENIZER = build_tokenizer(words=True)
-TOKENIZER.chat_template, TOKENIZER.eos_token = CHATML, "<|im_end|>"
-CODEC = Codec(TOKENIZER)
-ASKED = Question(uid="q", prompt="Search-R1's prompt", answers=("a",), text="Who? 東京")
-SYSTEM = "Use tools."
 FOUND = "Doc 1(Title: T) Paris 🚀"
-END = "<|im_end|>"
-
-
-def function(name: str, argument: str, about: str) -> dict[str, Any]:
-    parameters = {"type": "object", "properties": {argument: {"type": "string"}}, "required": [argument]}
-    return {"type": "function", "function": {"name": name, "description": about, "parameters": parameters}}
-
-
-FUNCTIONS = [
-    function("search", "query", "search for passages about a query"),
-    function("calculator", "text", "evaluate arithmetic with + - * / // % ** and parentheses"),
-]
-
-
-def react(**changes: Any) -> TaskConfig:
-    usual = {"agent": ReActAgent(system=SYSTEM), "token_mode": TokenMode.append, "tools": [CALCULATOR]}
-    return task(**{**usual, "max_total_tokens": 4000, **changes})
 
 
 def run(script: Script, config: TaskConfig) -> Trajectory:
     with closing(tools_of(script, config)) as tools:
         return asyncio.run(run_episode(ASKED, 3, tools, DRAWN))
-
-
-def script_of(*said: str, **changes: Any) -> Script:
-    return Script([f"{text}{END}" for text in said], codec=CODEC, **changes)
-
-
-def called(name: str, arguments: Any) -> str:
-    """Write a call as Qwen's templates do."""
-    return f'<tool_call>\n{{"name": "{name}", "arguments": {json.dumps(arguments, ensure_ascii=False)}}}\n</tool_call>'
 
 
 def conversation(*messages: dict[str, Any]) -> list[int]:

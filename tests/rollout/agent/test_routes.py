@@ -19,8 +19,8 @@ from rlsys.data.trajectory import Action, Finish, Routes
 from rlsys.rollout.agent.recorder import Generation, Parsed, Recorder, TurnSampling
 from rlsys.rollout.agent.tokens import PartialEpisode
 from rlsys.weights.checkpoint.state_file import load_values, save_values
+from tests.rollout.agent.drawn_texts import CODEC, OUTPUTS, TEXTS
 from tests.rollout.agent.scripted import QUESTION, routes_of, task
-from tests.rollout.agent.test_tokens import CODEC, OUTPUTS, TEXTS
 
 UNKNOWN = 255
 T = TypeVar("T")

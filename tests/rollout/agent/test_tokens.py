@@ -19,18 +19,9 @@ from transformers import PreTrainedTokenizerFast
 
 from rlsys.config.schema import TokenMode
 from rlsys.rollout.agent.tokens import Codec, SampledTurn, TokenRecord, _count_differing, open_context
+from tests.rollout.agent.drawn_texts import CODEC, OUTPUTS, TEXTS, TOKENIZER
 from tests.support.bpe import build_tokenizer
 from tests.support.refusals import refused
-
-TOKENIZER = build_tokenizer()
-CODEC = Codec(TOKENIZER)
-
-PIECES = ["<search>", "</search>", "東京", "🚀", "é", "naïve", " ", "\n\n", ">", "Paris", "Doc 1(Title: ", "x"]
-TEXTS = st.lists(st.sampled_from(PIECES), min_size=1, max_size=5).map("".join)
-PLAIN_IDS = st.integers(3, len(TOKENIZER) - 1)  # The lowest ids are special tokens.
-CANONICAL = TEXTS.map(CODEC.encode)
-BY_CHARACTER = TEXTS.map(lambda text: [token for letter in text for token in CODEC.encode(letter)])
-OUTPUTS = st.one_of(CANONICAL, BY_CHARACTER, st.lists(PLAIN_IDS, max_size=6))
 
 
 class Said(NamedTuple):

@@ -21,7 +21,7 @@ class Echo:
 
     name = "echo"
     tag = "say"
-    timeout_s = 5.0
+    timeout_s = 600.0
     description = "hear an echo"
 
     def __init__(self) -> None:

@@ -39,15 +39,18 @@ from rlsys.rollout.tools.interface import (
     tool_variables,
 )
 from rlsys.rollout.tools.mcp import McpTools
+from tests.rollout.agent.react_play import ASKED, CODEC, script_of
 from tests.rollout.agent.scripted import DRAWN, QUESTION, Script
-from tests.rollout.agent.test_react import ASKED, CODEC, called, script_of
+from tests.support.chat_templates import called
 from tests.support.paths import PROJECT
 from tests.support.processes import descendants_with, is_gone
 from tests.support.refusals import refused
+from tests.support.waiting import wait_until
 
 HERE = Path(__file__).parent
 SERVER = [sys.executable, str(HERE / "mcp_server.py")]
 NAMES = ["add", "shout.it", "count", "refuse", "picture", "long", "wait", "leave", "tally", "pid", "variable"]
+PATIENT_S = dict.fromkeys(("timeout_s", "start_timeout_s"), 600)
 MOST = 20_000
 PAGE = PROJECT / "docs/how-to/tools.md"
 
@@ -63,7 +66,7 @@ def task(*tools: dict[str, Any] | str, **changes: Any) -> TaskConfig:
 
 def served(transport: str, url: str = "", **more: Any) -> dict[str, Any]:
     place = {"command": [*SERVER, "stdio"]} if transport == "stdio" else {"url": url}
-    return {"kind": "mcp", "names": NAMES, "timeout_s": 60, "max_answer_bytes": MOST, **place, **more}
+    return {"kind": "mcp", "names": NAMES, **PATIENT_S, "max_answer_bytes": MOST, **place, **more}
 
 
 @contextmanager
@@ -188,7 +191,7 @@ def test_resumed_episode_repeats_no_call_that_was_answered(tools: EpisodeTools) 
         tools.generator = halting
         first = Episode(QUESTION, 0, tools, DRAWN)
         running = asyncio.ensure_future(first.run())
-        await asyncio.wait_for(halting.halted.wait(), 60)
+        await asyncio.wait_for(halting.halted.wait(), 600)
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
         tools.generator = Script(said, codec=CODEC)
@@ -230,7 +233,7 @@ def test_http_server_is_found_again_after_its_restart(monkeypatch: pytest.Monkey
         # The socket still listens, so a call waits for an answer.
         monkeypatch.setattr(tools.custom["pid"], "timeout_s", 0.2)
         assert call(tools, "pid", "{}").error
-        monkeypatch.setattr(tools.custom["pid"], "timeout_s", 60)
+        monkeypatch.setattr(tools.custom["pid"], "timeout_s", 600)
         with closing(tools), http_server(sock):
             assert call(tools, "pid", "{}").text not in (first, "")
 
@@ -287,7 +290,7 @@ def test_page_about_tools_lists_every_setting_with_its_default() -> None:
     ],
 )
 def test_server_that_does_not_start_is_refused_and_leaves_no_process(command: list[str], code: Code, why: str) -> None:
-    started_s = 1 if "silent" in command else 60
+    started_s = 1 if "silent" in command else 600
     config = task({"kind": "mcp", "names": ["gone"], "command": command, "start_timeout_s": started_s})
     with refused(code, "task.tools") as caught:
         open_tools(config)
@@ -317,7 +320,7 @@ def test_strange_output_costs_no_more_than_its_call(how: str, text: str, why: st
 
 def hostile(how: str) -> dict[str, Any]:
     command = [sys.executable, str(HERE / "hostile_mcp_server.py"), how]
-    return {"kind": "mcp", "names": ["act"], "command": command, "max_answer_bytes": MOST}
+    return {"kind": "mcp", "names": ["act"], "command": command, "max_answer_bytes": MOST, **PATIENT_S}
 
 
 def test_stubborn_program_and_its_child_are_ended() -> None:
@@ -325,8 +328,7 @@ def test_stubborn_program_and_its_child_are_ended() -> None:
     with closing(EpisodeTools(script, script, CODEC, task(hostile("stubborn")))) as tools:
         pids = list(map(int, tools.custom["act"].description.split()))
         assert all(map(psutil.pid_exists, pids))
-    psutil.wait_procs([psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)], timeout=60)
-    assert all(map(is_gone, pids))
+    wait_until(lambda: all(map(is_gone, pids)))
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="prctl")
@@ -342,9 +344,7 @@ def test_program_ends_with_a_process_that_is_killed() -> None:
     command = [sys.executable, "-c", code, *hostile("stubborn")["command"]]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, env={**os.environ}, timeout=600, check=False)
     server, child = map(int, done.stdout.split())
-    if not is_gone(server):
-        psutil.wait_procs([psutil.Process(server)], timeout=60)
-    assert is_gone(server)
+    wait_until(lambda: is_gone(server))
     if not is_gone(child):  # The program's own child, which only `close` ends.
         psutil.Process(child).kill()
 

@@ -19,9 +19,10 @@ from rlsys.rollout.agent.episode import EpisodeTools, run_episode
 from rlsys.rollout.tools.search_tool import RequiredSearch, open_tool
 from rlsys.search.retrieval import SearchFailed
 from rlsys.search.server.asgi import create_app
+from tests.rollout.agent.react_play import ASKED, CODEC, react, script_of
 from tests.rollout.agent.scripted import DRAWN, QUESTION, Script, task
-from tests.rollout.agent.test_react import ASKED, CODEC, called, react, script_of
 from tests.search.gated import Gated
+from tests.support.chat_templates import called
 from tests.support.composed import composed
 from tests.support.refusals import refused
 from tests.support.serving import serving
@@ -50,7 +51,7 @@ def url() -> Iterator[str]:
 
 def play(url: str, script: Script, config: Any, question: Any = QUESTION) -> Trajectory:
     async def played() -> Trajectory:
-        search = SearchConfig(url=url, retries=0, timeout_s=5)
+        search = SearchConfig(url=url, retries=0, timeout_s=600)
         async with open_tool(search) as client:
             with closing(EpisodeTools(script, RequiredSearch(client), CODEC, config)) as tools:
                 assert tools.resumes

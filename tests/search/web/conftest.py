@@ -30,7 +30,8 @@ def web(served: FakeWeb) -> FakeWeb:
 @pytest.fixture(autouse=True)
 def _patient_readers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Give readers of pages enough time on a busy machine."""
-    monkeypatch.setattr(web_search, "_JOB_TIMEOUT_S", 300.0)
+    for limit in ("_JOB_TIMEOUT_S", "_START_TIMEOUT_S"):
+        monkeypatch.setattr(web_search, limit, 600.0)
 
 
 def local(web: FakeWeb, *more_ports: int) -> Policy:

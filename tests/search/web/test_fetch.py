@@ -3,13 +3,17 @@
 import asyncio
 import ipaddress
 import ssl
-import subprocess
 import tracemalloc
 from collections.abc import Sequence
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import httpx
 import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 
 from rlsys.search.web.web_search import (
     Fetched,
@@ -78,13 +82,27 @@ async def test_a_name_is_connected_to_at_the_address_that_was_checked(web: FakeW
             await client.get(url)
 
 
+def self_signed(name: str, file: Path) -> Path:
+    """Write a new key, and a certificate of it for the host `name`, to `file`. Returns `file`."""
+    key, now = ec.generate_private_key(ec.SECP256R1()), datetime.now(UTC)
+    subject = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, name)])
+    certificate = (
+        x509.CertificateBuilder(subject, subject, key.public_key(), x509.random_serial_number())
+        .not_valid_before(now - timedelta(days=1))
+        .not_valid_after(now + timedelta(days=1))
+        .add_extension(x509.SubjectAlternativeName([x509.DNSName(name)]), critical=False)
+        .add_extension(x509.BasicConstraints(ca=True, path_length=None), critical=True)
+        .sign(key, hashes.SHA256())
+    )
+    secret = key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
+    file.write_bytes(secret + certificate.public_bytes(Encoding.PEM))
+    return file
+
+
 async def test_tls_is_verified_against_the_name_and_not_the_address(tmp_path: Path) -> None:
-    key, chain = tmp_path / "key.pem", tmp_path / "cert.pem"
-    command = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 2 -subj /CN=good.test"
-    command += f" -addext subjectAltName=DNS:good.test -keyout {key} -out {chain}"
-    subprocess.run(command.split(), check=True, capture_output=True)
+    certificate = self_signed("good.test", tmp_path / "server.pem")
     serving = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
-    serving.load_cert_chain(chain, key)
+    serving.load_cert_chain(certificate)
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readuntil(b"\r\n\r\n")
@@ -95,7 +113,7 @@ async def test_tls_is_verified_against_the_name_and_not_the_address(tmp_path: Pa
     server = await asyncio.start_server(answer, "127.0.0.1", 0, ssl=serving)
     port = server.sockets[0].getsockname()[1]
     policy = Policy(frozenset({port}), frozenset({LOOPBACK}))
-    trusting = ssl.create_default_context(cafile=str(chain))
+    trusting = ssl.create_default_context(cafile=str(certificate))
     transport = GuardedTransport(policy, max_connections=1, resolver=answering(["127.0.0.1"]), tls=trusting)
     async with server, httpx.AsyncClient(transport=transport) as client:
         assert (await client.get(f"https://good.test:{port}/")).text == "ok"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from rlsys.weights.convert.conversion import hf_to_megatron, megatron_to_hf
 from rlsys.weights.convert.model_folder import info
 from rlsys.weights.hf_io import INDEX, SINGLE
 from tests.support.hf_models import (
+    assert_same_logits,
     assert_same_tensors,
     json_of,
     logits_by_transformers,
@@ -28,7 +30,7 @@ from tests.support.hf_models import (
     tensors_of,
 )
 from tests.support.refusals import refused
-from tests.support.tensors import raw
+from tests.support.tensors import begin_weights_at, raw
 
 
 def round_trip(model: Path, parallel: ParallelConfig | None = None, **options: Any) -> Path:
@@ -77,6 +79,18 @@ def test_model_round_trip_is_bit_exact(family: str, parallel: ParallelConfig, tm
     assert_same_tensors(model, back)
     for file in ("config.json", "generation_config.json", "tokenizer.json", "chat_template.jinja"):
         assert (back / file).read_bytes() == (model / file).read_bytes(), file
+
+
+@pytest.mark.parametrize("critic", [False, True], ids=["policy", "critic"])
+@pytest.mark.parametrize("offset", [4, 8, 40])
+def test_weights_at_odd_alignments_are_converted_alike(offset: int, critic: bool, tmp_path: Path) -> None:
+    model = make_model(tmp_path / "model", "qwen2", torch.float32, critic)
+    odd, tokens = Path(shutil.copytree(model, tmp_path / "odd")), torch.arange(48)[None]
+    begin_weights_at(offset, odd)
+    with (odd / SINGLE).open("rb") as file:
+        assert (8 + int.from_bytes(file.read(8), "little")) % 64 == offset
+    assert_same_logits(*(logits_by_transformers(folder, tokens, critic) for folder in (odd, model)))
+    assert_same_tensors(round_trip(odd, values=critic), model)
 
 
 def test_missing_value_head_is_converted_as_zeros(tmp_path: Path) -> None:

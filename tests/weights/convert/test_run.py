@@ -6,8 +6,7 @@ import errno
 import json
 import os
 import signal
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
@@ -20,7 +19,9 @@ import pytest
 from rlsys.errors import Interrupted, RunError, UserError
 from rlsys.weights.convert.conversion import Job, _begin_process, _receipt_of, locked_draft, run
 from tests.support.megatron_processes import forks
+from tests.support.processes import is_gone
 from tests.support.refusals import refused
+from tests.support.waiting import wait_until
 
 COUNT = 6
 
@@ -54,7 +55,7 @@ class FakeConversion:
     def write(self, name: str, folder: Path) -> Any:
         with self.log.open("a") as log:
             log.write(f"{name} {os.getpid()}\n")
-        until(lambda: len(self.writers()) >= self.crowd)
+        wait_until(lambda: len(self.writers()) >= self.crowd)
         failing, _, cause = self.fail.partition(":")
         if name == failing:
             raise FAILURES[cause]
@@ -75,14 +76,6 @@ class FakeConversion:
 
     def writers(self) -> set[int]:
         return {int(line.split()[1]) for line in self.log.read_text().splitlines()}
-
-
-def until(holds: Callable[[], object]) -> None:
-    """Wait up to 240 s until `holds()` is true."""
-    end = time.monotonic() + 240
-    while not holds():
-        assert time.monotonic() < end, "the condition never held"
-        time.sleep(0.02)
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -108,14 +101,14 @@ def test_killed_conversion_resumes_with_the_missing_files(processes: int, done: 
     process.start()
     try:
         # With two processes, one holds the file that is never finished, and the other writes all other files.
-        until(lambda: (len(journal(out)) == done and "2.bin" in conversion.begun()) or not process.is_alive())
+        wait_until(lambda: (len(journal(out)) == done and "2.bin" in conversion.begun()) or not process.is_alive())
     finally:
         process.kill()
         process.join()
     workers, complete = conversion.writers(), set(journal(out))
     assert (len(workers), len(complete)) == (processes, done)
     assert not out.exists()
-    until(lambda: not any(alive(worker) for worker in workers))
+    wait_until(lambda: all(map(is_gone, workers)))
     conversion.log.unlink()
     again = FakeConversion(conversion.log)
     outcome = run(again, out, 1)
@@ -140,13 +133,6 @@ def test_worker_process_ends_with_its_parent() -> None:
     here.close()
     process.join(240)
     assert process.exitcode == 1
-
-
-def alive(pid: int) -> bool:
-    try:
-        return "(zombie)" not in Path(f"/proc/{pid}/status").read_text()
-    except (FileNotFoundError, ProcessLookupError):
-        return False
 
 
 @pytest.mark.parametrize(("cause", "kind"), [("user", UserError), ("disk", RunError), ("interrupt", Interrupted)])
