@@ -1,4 +1,4 @@
-"""Runs the default suite ten times (network, load, CPU features, order of the tests), or the long tests once.
+"""Runs the default suite ten times (network, load, kernels and alignment, order), or the long tests once.
 
     python -m bench.suite [--only avx2 --only random-1]      # hours on two cores
     python -m bench.suite --only full                        # `make test-full` once: an hour
@@ -94,7 +94,7 @@ def busy_processes(count: int) -> Iterator[None]:
 
 
 class Meter:
-    """Samples the load, and the memory of a process with its descendants, every two seconds, or in 2% of the time."""
+    """Samples the load, and the memory of a process with its descendants: every two seconds, in at most 2% of the time."""
 
     def __init__(self, root: int) -> None:
         self.peak_bytes, self.loads = 0, [os.getloadavg()[0]]
@@ -150,6 +150,7 @@ def run(condition: Condition) -> Outcome:
     if condition.offset is not None:
         environment["RLSYS_TEST_WEIGHTS_OFFSET"] = str(condition.offset)
     RESULT.parent.mkdir(parents=True, exist_ok=True)
+    file_of(condition, "xml").unlink(missing_ok=True)
     with file_of(condition, "log").open("w") as output, busy_processes(condition.busy):
         begun = time.monotonic()
         arguments = f"--junitxml={file_of(condition, 'xml')} {'' if condition.seed is None else draws}"
@@ -159,6 +160,8 @@ def run(condition: Condition) -> Outcome:
         process.wait()
         meter.close()
         seconds = time.monotonic() - begun
+    if not file_of(condition, "xml").is_file():
+        raise SystemExit(f"{condition.name}: no test was run; see {file_of(condition, 'log')}.")
     cases = cases_of(condition)
     failed = [one for one in cases if one.find("failure") is not None or one.find("error") is not None]
     skipped = [one for one in cases if one.find("skipped") is not None]

@@ -270,6 +270,7 @@ def test_test_files_are_short() -> None:
 
 
 def test_no_module_imports_from_a_test_file() -> None:
+    """The one of scripts/ that does writes down what the tables of tests say is tested."""
     files = [file for folder in ("bench", "examples", "tests") for file in (PROJECT / folder).rglob("*.py")]
     names = {file: ".".join(file.relative_to(PROJECT).with_suffix("").parts) for file in files}
     tests = {name for file, name in names.items() if file.name.startswith("test_")}

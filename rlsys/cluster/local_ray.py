@@ -216,8 +216,9 @@ def ray_folder() -> Iterator[Path]:
     parent = ray_parent()
     for other in parent.glob(f"{_PREFIX}*"):
         with suppress(OSError):
-            # A process that is just making its folder has no scratch folder before it holds the lock.
-            if other.lstat().st_uid == os.getuid() and scratch(other).is_dir():
+            # A process that is just making its folder puts nothing else there before it holds the lock.
+            begun = (other / LOCK).is_file() and any(path.name != LOCK for path in other.iterdir())
+            if begun and other.lstat().st_uid == os.getuid():
                 with working_folder(other):
                     _empty(other)
     folder = parent / f"{_PREFIX}{secrets.token_hex(4)}"

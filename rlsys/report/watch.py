@@ -144,7 +144,7 @@ async def _events(run: LiveRun, closing: asyncio.Event) -> AsyncIterator[ServerS
     # The client has just fetched the data.
     known = await asyncio.to_thread(run.known)
     while not closing.is_set():
-        # In this order, a client gets the status of what has changed before it hears of the change.
+        # The version is read first, so that the status is at least as new as the change of which the client then hears.
         version = await asyncio.to_thread(run.version)
         status = await asyncio.to_thread(run.status)
         if status is not None and status != told:

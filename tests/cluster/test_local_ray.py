@@ -167,7 +167,7 @@ def test_folder_is_private_and_removed_by_the_next_after_its_process_was_killed(
 def test_folder_that_another_process_is_just_making_is_left_to_it(
     short_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It has made the lock file, and is about to lock it."""
+    """The other process has made the lock file, and is about to lock it."""
     monkeypatch.setattr(tempfile, "tempdir", str(short_folder))
     new = short_folder / f"{local_ray._PREFIX}new"
     new.mkdir(mode=0o700)

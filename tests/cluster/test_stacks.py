@@ -29,12 +29,13 @@ from rlsys.cluster.stacks import (
 LOOP = "def spin():\n    print('ready', flush=True)\n    while True: pass\nspin()"
 
 
+REGISTER = "import faulthandler, signal; faulthandler.register(signal.SIGUSR1, file=2)\n"
+
+
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Give processes enough time to write their stacks on a busy machine."""
     monkeypatch.setattr(stacks, "ANSWER_S", 600.0)
-
-
-REGISTER = "import faulthandler, signal; faulthandler.register(signal.SIGUSR1, file=2)\n"
 
 
 @contextmanager

@@ -50,7 +50,7 @@ def bundles() -> Iterator[PlacementGroup]:
         with ray_runtime(CLUSTER, [1, 1, 1]) as made:
             yield made
     left = [child for child in psutil.Process().children(recursive=True) if child.pid not in before]
-    assert not [words_of(child) for child in left if not is_gone(child)]
+    assert not list(filter(None, map(words_of, left)))
     assert not [pid for pid in orphans if not is_gone(pid)], "orphans of a dead worker are left"
 
 
@@ -212,8 +212,7 @@ async def test_further_rank_joins_a_group_on_a_ray_of_its_own_without_a_bundle(
         assert await group.call("add", 3) == [(0, [3]), (1, [3]), (7, [3])]
         before = group.memory_bytes()
         held = await group.call_rank(2, "hold", 100 * 2**20)
-        # A further process adds at most what each of the others has; they share pages with processes that come and go.
-        assert held < group.memory_bytes() < held + 4 * before
+        assert held + before / 2 < group.memory_bytes() < held + 2 * before
 
 
 async def test_restarted_group_has_new_processes_with_new_workers(bundles: PlacementGroup, tmp_path: Path) -> None:
@@ -331,7 +330,7 @@ async def test_killed_engine_of_a_living_worker_is_named(bundles: PlacementGroup
     group = WorkerGroup.launch("rollout", bundles, SEATS[:1], CLUSTER, tmp_path, concurrency=8)
     await group.build(RolloutWorker, [arguments], timeout_s=LIMIT_S)
     everyone = psutil.Process().children(recursive=True)
-    (scheduler,) = [process for process in everyone if process.name().startswith("sglang::sched")]
+    (scheduler,) = [process for process in everyone if " ".join(words_of(process)).startswith("sglang::sched")]
     scheduler.kill()
     with pytest.raises(EngineDied, match=str(scheduler.pid)):
         await group.call("run_group", Question(uid="q", prompt="Who?", answers=("a",)), 1)

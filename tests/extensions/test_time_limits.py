@@ -79,7 +79,7 @@ def test_algorithm_that_hangs_is_named(key: str, name: str, call: Callable[[Algo
 
 
 def test_schedule_that_hangs_ends_the_run_with_its_name() -> None:
-    assert_named(f"{TOYS}.HangsAtAdmission", "trainer.schedule.timeout_s=0.05")
+    assert_named(f"{TOYS}.HangsAtAdmission", "trainer.schedule.timeout_s=2")  # Its constructor must end in time.
 
 
 def test_metric_and_tracker_that_hang_are_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -18,7 +18,7 @@ RUN = [
     f"trainer.steps={STEPS}",
     "trainer.schedule.kind=async",
     "cluster.placement.rollout=2-3",
-    "rollout.engine.stall_timeout_s=30",  # Longer than a busy machine may delay an answer.
+    "rollout.engine.stall_timeout_s=60",  # Longer than a busy machine may delay an answer.
 ]
 
 pytestmark = [pytest.mark.slow, pytest.mark.engine]

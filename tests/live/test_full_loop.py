@@ -104,7 +104,7 @@ def test_converted_model_is_trained_and_answers_like_the_engine(run: FinishedRun
     moved = [name for name in before if not torch.equal(before[name], after[name])]
     assert len(moved) > len(before) * 0.9, "training must have moved the weights"
     assert AutoModelForCausalLM.from_pretrained(hf).num_parameters() > 1_000_000
-    assert run.summary["hf_engine_agreement"] >= 0.95
+    assert run.summary["hf_engine_agreement"] >= 0.98
 
 
 def test_run_folder_has_config_charts_trace_samples_and_tensorboard(run: FinishedRun) -> None:

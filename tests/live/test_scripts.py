@@ -17,6 +17,7 @@ from rich.console import Console
 
 from examples.searchr1.tiny.demo import WORLD, prepare_world
 from rlsys.config.compose import load_config
+from tests.support.jsonl import read_rows
 from tests.support.paths import PROJECT
 from tests.support.scripts import run_script, served
 
@@ -271,7 +272,7 @@ def test_rlinfs_walk_through_runs_to_the_end(world: Path, server: str) -> None:
     )
     assert trained.returncode == 0, trained.stdout[-3000:] + trained.stderr[-3000:]
     (folder,) = (world / "my results").glob("searchr1-grpo-qwen2.5-3b-ins*")
-    assert [json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()][-1] == 2
+    assert read_rows(folder / "metrics.jsonl")[-1]["step"] == 2
 
     checkpoint = folder / "checkpoints" / "global_step_2" / "actor"
     converted = run_script(

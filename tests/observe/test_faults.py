@@ -33,7 +33,7 @@ def test_faults_are_on_disk_when_they_begin_and_when_they_end(tmp_path: Path) ->
     log = FaultLog(tmp_path / FAULTS, lambda: next(now))
     log.step = 7
     engine = log.begin("engine 1", FaultKind.died, "SIGKILL; 3 groups run again")
-    assert [json.loads(line)["event"] for line in (tmp_path / FAULTS).read_text().splitlines()] == ["began"]
+    assert [row["event"] for row in read_rows(tmp_path / FAULTS)] == ["began"]
 
     server = log.begin("search server", FaultKind.unreachable, "connection refused")
     log.end(engine, Outcome.recovered, "restarted")

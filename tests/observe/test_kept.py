@@ -31,6 +31,7 @@ from rlsys.observe.kept import (
     write_trajectories,
 )
 from tests.support.trajectories import question, rewarded, same, trajectory
+from tests.support.waiting import let_tasks_run
 
 NAN = float("nan")
 SAMPLED = [NAN, -1.5, -0.1, NAN, -1e-7, NAN]
@@ -181,8 +182,7 @@ def keeper(tmp_path: Path) -> TrajectoryWriter:
 
 async def still_waits(waiting: asyncio.Task[None]) -> bool:
     """Tell if `waiting` is still pending after the event loop has run 100 times."""
-    for _ in range(100):
-        await asyncio.sleep(0)
+    await let_tasks_run()
     return not waiting.done()
 
 

@@ -61,6 +61,7 @@ async def test_stop_string_ends_the_turn_and_a_listener_gets_tokens_as_they_come
     bench.assert_logprobs(ids, followed)
     lengths = [len(part) for part in heard]
     assert heard == [alone.token_ids[:length] for length in sorted(lengths)]
+    # Parts that a busy process has not taken yet come as one.
     assert len(set(lengths)) > 2, "tokens are not held back until the end"
 
 
@@ -148,7 +149,7 @@ async def test_abort_returns_the_tokens_so_far_and_cancellation_frees_the_engine
     with pytest.raises(RunError, match="2 requests"):
         await bench.worker.sleep()
     cancelled.cancel()
-    await until(lambda: len(bench.sglang._manager.rid_to_state) == 1)
+    await until(lambda: len(bench.sglang._manager.rid_to_state) <= 1)
     bench.sglang.abort_all()
     generation = await long
     assert generation.finish == "abort"

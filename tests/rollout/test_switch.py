@@ -28,6 +28,7 @@ from rlsys.rollout.worker import DrainLock
 from rlsys.weights.bucket import Bucket, pack_into, unpack
 from tests.support.tensors import digest_of, pack
 from tests.support.tiny_models import POLICY
+from tests.support.waiting import let_tasks_run
 
 NAME = "model.norm.weight"
 SAMPLING = TurnSampling(temperature=0.0, max_new_tokens=1)
@@ -202,9 +203,9 @@ async def test_engine_that_cannot_continue_turns_ends_them_before_it_switches(
     monkeypatch.setattr(engine._engine, "capabilities", ENDS_TURNS)
     running = [generate(engine, [0]) for _ in range(3)]
     update = asyncio.create_task(engine.finish_update(1, await stage(engine, 1)))
-    await settle()
+    await let_tasks_run()
     waiting = generate(engine, [1])
-    await settle()
+    await let_tasks_run()
     assert (engine.running, engine.version, script.log) == (3, 0, []), "no new turn begins, and nothing is switched"
     running.pop().cancel()
     script.turn_may_end.set()
@@ -215,12 +216,6 @@ async def test_engine_that_cannot_continue_turns_ends_them_before_it_switches(
     assert drained > 0
     await engine.finish_update(2, await stage(engine, 2))
     assert engine.counts.drain_s == drained, "nothing to wait for"
-
-
-async def settle() -> None:
-    """Let all tasks run until they wait."""
-    for _ in range(10):
-        await asyncio.sleep(0)
 
 
 @pytest.mark.parametrize("continues", [True, False])
@@ -234,7 +229,7 @@ async def test_death_during_a_switch_ends_every_call_with_the_process_id(
         monkeypatch.setattr(engine._engine, "capabilities", ENDS_TURNS)
     running = generate(engine, [0])
     update = asyncio.create_task(engine.finish_update(1, await stage(engine, 1)))
-    await (script.reached.wait() if continues else settle())
+    await (script.reached.wait() if continues else let_tasks_run())
     waiting = generate(engine, [0])
     await asyncio.sleep(0)
     sglang.kill()
@@ -303,7 +298,7 @@ async def test_sleep_waits_for_a_bucket_that_is_being_staged(
     staging = asyncio.create_task(engine.load_bucket(bucket))
     await asyncio.to_thread(begun.wait, 60)
     sleeping = asyncio.create_task(engine.sleep())
-    await settle()
+    await let_tasks_run()
     assert (left, script.log) == ([], [])
     may_end.set()
     await asyncio.gather(staging, sleeping)
@@ -329,7 +324,7 @@ async def test_closing_drain_lock_waits_for_those_inside_and_blocks_others() -> 
     await asyncio.sleep(0)
     rest = [asyncio.create_task(each) for each in (close("x"), visit("late"), close("y"))]
     cancelled = asyncio.create_task(visit("cancelled"))
-    await settle()
+    await let_tasks_run()
     cancelled.cancel()
     with pytest.raises(asyncio.CancelledError):
         await cancelled

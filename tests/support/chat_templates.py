@@ -1,4 +1,4 @@
-"""Chat templates in the form of the public ones, each with tokenizer and what it writes, and functions to call."""
+"""Chat templates in the form of the public ones, with their tokenizers and the text that they write, and tools to call."""
 
 from __future__ import annotations
 

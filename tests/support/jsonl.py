@@ -8,4 +8,5 @@ from typing import Any
 
 
 def read_rows(file: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in file.read_bytes().splitlines()]
+    """Return the rows of a file, in order."""
+    return [json.loads(line.decode()) for line in file.read_bytes().splitlines()]

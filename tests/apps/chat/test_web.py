@@ -13,6 +13,7 @@ from rlsys.apps.chat.web import create_app
 from rlsys.errors import UserError
 from rlsys.rollout.agent.recorder import Generation
 from tests.support.chat import ANSWERS, SEARCHES, FakeSearch, Script, codec, opened, page_of
+from tests.support.waiting import let_tasks_run
 
 
 @pytest.fixture
@@ -110,8 +111,7 @@ async def test_the_episode_ends_when_the_client_leaves_during_an_event(monkeypat
         if message["type"] == "http.response.body":
             sending.set()
             await left.wait()
-            for _ in range(100):  # Lets all tasks run.
-                await asyncio.sleep(0)
+            await let_tasks_run()
 
     headers = [(b"host", b"127.0.0.1"), (b"content-type", b"application/json")]
     scope = {"type": "http", "method": "POST", "path": "/ask", "headers": headers, "query_string": b""}

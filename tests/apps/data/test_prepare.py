@@ -34,7 +34,7 @@ def jsonl(path: Path, *rows: Any) -> Path:
 def test_a_public_row_becomes_a_row_of_search_r1_and_the_file_is_recorded_by_hash(tmp_path: Path) -> None:
     source = jsonl(tmp_path / "raw.jsonl", HAMLET, PARIS, HAMLET)
     made = prepare_file(source, "nq", "test", tmp_path / "nq.jsonl", limit=2)
-    first, second = (json.loads(line) for line in made.path.read_text().splitlines())
+    first, second = read_rows(made.path)
     assert (first["data_source"], first["question"]) == ("nq", "who wrote Hamlet")
     assert first["prompt"][0]["content"].endswith("Question: who wrote Hamlet?\n")
     assert second["prompt"][0]["content"].endswith("Question: What is the capital of France?\n")

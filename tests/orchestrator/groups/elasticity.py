@@ -15,9 +15,10 @@ from rlsys.observe.requests import Inbox
 from rlsys.orchestrator import elastic
 from rlsys.orchestrator.elastic import Elastic
 from rlsys.orchestrator.supervisor import Supervisor
-from tests.orchestrator.groups.engines import Engines, make, settle
+from tests.orchestrator.groups.engines import Engines, make
 from tests.orchestrator.groups.restarts import Copy, config_of
 from tests.support.trajectories import question
+from tests.support.waiting import let_tasks_run
 
 
 class Devices:
@@ -98,7 +99,7 @@ class Elasticity:
         """Run the supervisor and `Elastic`, which asks no Ray."""
         with patch.object(elastic, "answer", ask_at_once):
             tasks = [asyncio.ensure_future(one) for one in (self.supervisor.run(1.0), self.elastic.run())]
-            await settle()
+            await let_tasks_run()
             try:
                 yield
             finally:

@@ -276,12 +276,6 @@ def taking(**seconds: float) -> Callable[[str, tuple[Any, ...]], float]:
     return lambda method, _: seconds.get(method, 0.0)
 
 
-async def settle() -> None:
-    """Let all tasks run as far as they can without time passing."""
-    for _ in range(20):
-        await asyncio.sleep(0)
-
-
 async def ask(group: EnginePool, count: int) -> list[Any]:
     """Ask `count` questions at the same time; return (outcome, time) of each."""
 

@@ -20,11 +20,12 @@ from rlsys.orchestrator.run import lost_worker
 from rlsys.orchestrator.supervisor import Supervisor
 from rlsys.orchestrator.weight_sync import WeightSync
 from rlsys.weights.transport import BucketHandle
-from tests.orchestrator.groups.engines import CALL_TIMEOUT_S, Engines, make, settle, taking
+from tests.orchestrator.groups.engines import CALL_TIMEOUT_S, Engines, make, taking
 from tests.orchestrator.groups.restarts import config_of, supervisor_of
 from tests.orchestrator.groups.simulated_sync import BUCKETS
 from tests.support.jsonl import read_rows
 from tests.support.virtual_time import virtually
+from tests.support.waiting import let_tasks_run
 
 
 class Sender:
@@ -65,7 +66,7 @@ async def test_newcomer_gets_the_version_of_the_others_in_the_middle_of_a_step(t
     pool, sync, supervisor = synced(engines, actor, tmp_path)
     await sync.send(1)
     watching = asyncio.ensure_future(supervisor.run(1.0))
-    await settle()
+    await let_tasks_run()
     actor.digest = "within step 2"
     engines.die(1)
     await pool.load_bucket(0)
@@ -87,7 +88,7 @@ async def test_newcomer_waits_for_the_first_push(tmp_path: Path) -> None:
     engines = Engines(2, taking(start=7))
     pool, sync, supervisor = synced(engines, Sender("weights 1"), tmp_path)
     watching = asyncio.ensure_future(supervisor.run(100.0))
-    await settle()
+    await let_tasks_run()
     engines.die(1)
     await pool.load_bucket(0)
     await asyncio.sleep(10)
@@ -106,7 +107,7 @@ async def test_loss_of_the_sender_is_not_charged_to_the_newcomer(loss: type[Rank
     pool, sync, supervisor = synced(engines, Sender("weights 1", lost), tmp_path)
     await sync.send(1)
     watching = asyncio.ensure_future(supervisor.run(1.0))
-    await settle()
+    await let_tasks_run()
     engines.die(1)
     with pytest.raises(ExceptionGroup) as ended:
         await watching
@@ -189,7 +190,7 @@ async def test_waiting_for_a_call_of_a_step_makes_neither_the_actor_nor_the_newc
     pool, sync, supervisor = synced(engines, actor, tmp_path)
     await sync.send(0)
     watching = asyncio.ensure_future(supervisor.run(100.0))
-    await settle()
+    await let_tasks_run()
     engines.die(1)
     await pool.load_bucket(0)
     for call in range(10 * calls):

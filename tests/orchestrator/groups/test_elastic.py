@@ -17,11 +17,12 @@ from rlsys.observe.faults import FaultKind
 from rlsys.observe.requests import REQUESTS, Request
 from rlsys.orchestrator.elastic import DEVICES_TIMEOUT_S, Elastic
 from tests.orchestrator.groups.elasticity import Elasticity
-from tests.orchestrator.groups.engines import Engines, settle, taking
+from tests.orchestrator.groups.engines import Engines, taking
 from tests.support.jsonl import read_rows
 from tests.support.refusals import refused
 from tests.support.trajectories import question
 from tests.support.virtual_time import virtually
+from tests.support.waiting import let_tasks_run
 
 
 @virtually
@@ -30,7 +31,7 @@ async def test_an_engine_leaves_when_its_groups_have_ended(tmp_path: Path) -> No
     run = Elasticity(engines, tmp_path)
     async with run.watched():
         asked = [run.ask(number) for number in range(4)]  # Two for each engine.
-        await settle()
+        await let_tasks_run()
         said: list[str] = []
         leaving = asyncio.ensure_future(run.elastic.leave(0, None, said.append))
         await asyncio.sleep(10)
@@ -60,7 +61,7 @@ async def test_groups_that_do_not_end_within_the_limit_run_again_and_are_never_l
     run = Elasticity(engines, tmp_path)
     async with run.watched():
         asked = run.ask(0)
-        await settle()
+        await let_tasks_run()
         text = await run.elastic.leave(0, limit_s)
         assert now() == limit_s
         assert "1 prompt group" in text
@@ -139,9 +140,9 @@ async def test_requests_that_cannot_be_carried_out_change_nothing(tmp_path: Path
             with refused(code, "ENGINE"):  # type: ignore[arg-type]
                 await run.elastic.join(engine)
         asked = [run.ask(number) for number in range(2)]
-        await settle()
+        await let_tasks_run()
         leaving = asyncio.ensure_future(run.elastic.leave(0, None))
-        await settle()
+        await let_tasks_run()
         for engine in (None, 1):
             with refused("conflict", "ENGINE"):
                 await run.elastic.leave(engine, None)
@@ -163,7 +164,7 @@ async def test_a_leaving_engine_stays_if_no_other_one_serves_any_more(restarts: 
     run = Elasticity(engines, tmp_path, restarts)
     async with run.watched():
         asked = [run.ask(number) for number in range(2)]
-        await settle()
+        await let_tasks_run()
         leaving = asyncio.ensure_future(run.elastic.leave(0, None))
         await asyncio.sleep(10)
         engines.die(1)
@@ -184,7 +185,7 @@ async def test_a_leaving_engine_that_is_lost_is_not_started_again(kind: FaultKin
     async with run.watched():
         await run.elastic.join(None)
         asked = [run.ask(number) for number in range(2)]
-        await settle()
+        await let_tasks_run()
         leaving = asyncio.ensure_future(run.elastic.leave(1, None))
         await asyncio.sleep(10)
         if kind is FaultKind.died:
@@ -210,7 +211,7 @@ async def test_an_engine_that_evaluates_leaves_after_its_evaluation(tmp_path: Pa
         async with run.pool.reserve(1) as reserved:
             (aside,) = run.pool.engines.members.aside
             leaving = asyncio.ensure_future(run.elastic.leave(aside, None))
-            await settle()
+            await let_tasks_run()
             for number in range(3):
                 assert (await reserved.answer(question(number))).question_uid == f"q:{number}"
             assert not leaving.done()
@@ -235,7 +236,7 @@ async def test_requests_begin_anew_if_the_run_goes_back(tmp_path: Path) -> None:
 
     async with run.watched():
         asked = [run.ask(number) for number in range(2)]
-        await settle()
+        await let_tasks_run()
         send(Request("join"), Request("leave", 0), Request("leave", 9), Request("list"))
         await asyncio.sleep(5)
         assert [one["ended"] for one in answers()] == [False, False, True, True]

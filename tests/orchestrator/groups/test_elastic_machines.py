@@ -12,10 +12,11 @@ import pytest
 from rlsys.errors import RunError
 from rlsys.orchestrator.elastic import MACHINES_POLL_S
 from tests.orchestrator.groups.elasticity import Elasticity
-from tests.orchestrator.groups.engines import Engines, settle, taking
+from tests.orchestrator.groups.engines import Engines, taking
 from tests.support.jsonl import read_rows
 from tests.support.refusals import refused
 from tests.support.virtual_time import virtually
+from tests.support.waiting import let_tasks_run
 
 
 @virtually
@@ -25,7 +26,7 @@ async def test_engines_of_a_lost_machine_leave_and_return_on_another_one(tmp_pat
     run.config.cluster.address = "10.0.0.1:6379"
     async with run.watched():
         asked = [run.ask(number) for number in range(3)]
-        await settle()
+        await let_tasks_run()
         engines.die(1)  # Noticed before the loss of its machine: its start hangs, and no restart is used up.
         engines._seconds = taking(run_group=20, start=1e6)
         run.devices.lost = {1, 2}

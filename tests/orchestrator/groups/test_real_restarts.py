@@ -29,7 +29,7 @@ GROUPS = 8
 SETTINGS = [
     *PATIENT,
     PLAIN_ENGINE,
-    "rollout.engine.stall_timeout_s=30",
+    "rollout.engine.stall_timeout_s=60",
     "rollout.max_episodes=16",
     "cluster.placement.rollout=2-3",
     "search.enabled=false",

@@ -22,11 +22,12 @@ from rlsys.orchestrator.run import Run, _pipeline
 from rlsys.orchestrator.supervisor import Heartbeats, Supervisor
 from rlsys.orchestrator.watchdog import stall_limit_s
 from rlsys.rollout.agent.episode import EngineActivity
-from tests.orchestrator.groups.engines import CALL_TIMEOUT_S, NEVER, Engines, make, settle, taking
+from tests.orchestrator.groups.engines import CALL_TIMEOUT_S, NEVER, Engines, make, taking
 from tests.orchestrator.groups.restarts import STALL_S, Copy, World, config_of, supervisor_of
 from tests.support.jsonl import read_rows
 from tests.support.trajectories import question
 from tests.support.virtual_time import virtually
+from tests.support.waiting import let_tasks_run
 
 
 def supervised(engines: Any, sync: Any, restarts: int, log: Path) -> tuple[EnginePool, Supervisor]:
@@ -63,7 +64,7 @@ async def test_engine_that_cannot_be_started_uses_up_the_restarts(tmp_path: Path
     engines = Engines(2, taking(run_group=10, start=7), failures={"start": RunError("no model")})
     pool, supervisor = supervised(engines, Copy(), 3, tmp_path / "faults")
     watching = asyncio.ensure_future(supervisor.run(1.0))
-    await settle()
+    await let_tasks_run()
     engines.die(1)
     await pool.load_bucket(0)
     await asyncio.sleep(100)
@@ -139,13 +140,13 @@ async def test_engine_that_makes_no_progress_is_suspect_then_restarted(answers: 
     pool, supervisor = supervised(engines, Copy(), 1, tmp_path / "faults")
     watching = asyncio.ensure_future(supervisor.run(1.0))
     waiting = asyncio.ensure_future(pool.run_group(question(0), 0))
-    await settle()
+    await let_tasks_run()
     assert engines.starts["q:0"] == [(0, 0.0)]
     engines.ranks[0].activity = EngineActivity(True, {}, 17.0)
     engines.ranks[0].silent = not answers
     await asyncio.sleep(STALL_S / 2 + 15)
     more = [asyncio.ensure_future(pool.run_group(question(number), number)) for number in (1, 2)]
-    await settle()
+    await let_tasks_run()
     assert {engines.starts[f"q:{number}"][0][0] for number in (1, 2)} == {1}, "a suspect engine gets no new groups"
     await asyncio.wait_for(asyncio.gather(waiting, *more), 1200)
     (first, began), (second, again) = engines.starts["q:0"]

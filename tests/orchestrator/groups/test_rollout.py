@@ -18,9 +18,10 @@ from rlsys.orchestrator.engine_pool import (
 from rlsys.orchestrator.membership import Members, NoEngineLeft, Orphans, Router
 from rlsys.rollout.agent.episode import EngineActivity
 from rlsys.rollout.agent.tokens import EpisodeProgress
-from tests.orchestrator.groups.engines import CALL_TIMEOUT_S, NEVER, SAMPLES, Engines, Worker, ask, make, settle, taking
+from tests.orchestrator.groups.engines import CALL_TIMEOUT_S, NEVER, SAMPLES, Engines, Worker, ask, make, taking
 from tests.support.trajectories import question, trajectory
 from tests.support.virtual_time import virtually
+from tests.support.waiting import let_tasks_run
 
 
 def test_key_goes_to_the_least_loaded_engine_and_survives_one_death() -> None:
@@ -238,7 +239,7 @@ async def test_progress_on_a_dead_or_silent_engine_is_that_of_the_call() -> None
     engines = Engines(3, taking(run_group=200))
     group, _ = make(engines)
     asked = [asyncio.ensure_future(group.run_group(question(number), number, ended(number, 3))) for number in range(3)]
-    await settle()
+    await let_tasks_run()
     engines.die(0)
     engines.ranks[2].silent = True
     found = episodes_of(await group.in_flight())

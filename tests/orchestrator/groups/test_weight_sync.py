@@ -89,7 +89,7 @@ class Receivers:
         self.events.append(f"{self.name} begins {version}")
 
     async def load_bucket(self, handle: BucketHandle) -> None:
-        await let_tasks_run(10)
+        await let_tasks_run()
         if handle.number == self.loses_peer_at:
             raise PeerLost("the sender is gone")
         self.events.append(f"{self.name} has {handle.number}")

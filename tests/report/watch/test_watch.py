@@ -14,6 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from rlsys.observe.faults import FAULTS
 from rlsys.observe.run_folder import open_run
+from rlsys.report import watch
 from rlsys.report.run_model import Phase, RunLiveness
 from rlsys.report.watch import LiveRun, create_app, exposition
 from tests.support.damage import DAMAGES
@@ -90,6 +91,28 @@ async def test_data_chunks_status_and_metrics_are_served(client: httpx.AsyncClie
     assert {path: (await client.get(f"/{path}")).status_code for path in unknown} == unknown
     assert (await client.get("/status.json")).json()["states"]["rollout"]["text"] == "generates 3 groups"
     assert 'rlsys_group_at_work{group="rollout"} 1.0' in (await client.get("/metrics")).text
+
+
+class Stepping:
+    """A run that makes its first step just after its status has been read for the first time."""
+
+    def __init__(self) -> None:
+        self.step = 0
+
+    def known(self) -> int:
+        return self.step
+
+    version = known
+
+    def status(self) -> dict[str, int]:
+        read, self.step = {"step": self.step}, 1
+        return read
+
+
+async def test_status_of_a_change_comes_before_the_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watch, "POLL_S", 0.0)
+    events = watch._events(Stepping(), asyncio.Event())  # type: ignore[arg-type]
+    assert [(await anext(events)).event for _ in range(3)] == ["status", "status", "change"]
 
 
 def steps(run: LiveRun) -> list[int]:

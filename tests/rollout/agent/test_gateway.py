@@ -138,7 +138,7 @@ def test_command_that_hangs_is_killed() -> None:
 
 @pytest.mark.parametrize("kind", ["leaves_child", "leaves_session"])
 def test_command_that_leaves_a_child_has_answered(kind: str) -> None:
-    played = play(Engine(["Paris"]), command(kind, timeout_s=60.0))
+    played = play(Engine(["Paris"]), command(kind, timeout_s=600.0))
     assert (played.finish, len(played.turns)) == (Finish.ANSWER, 2)
     assert played.answer is not None
     with suppress(psutil.NoSuchProcess):
