@@ -20,6 +20,7 @@ from rlsys.cluster.seats import Seats
 from rlsys.cluster.worker_group import RankDied, WorkerGroup
 from rlsys.config.schema import ClusterConfig, Device
 from tests.cluster.toy import Toy
+from tests.support.waiting import HANG_S
 
 LIMIT_S = 300
 SLOTS = [DeviceSlot(bundle, (0,), 1.0, pinned=False) for bundle in (0, 1)]
@@ -54,10 +55,11 @@ def nodes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
         found.cluster.shutdown()
 
 
-async def until(holds: Callable[[], bool]) -> None:
+async def ray_says(holds: Callable[[], bool]) -> None:
     """Wait until a question to Ray is answered with True."""
-    while not await answer(holds, LIMIT_S):
-        await asyncio.sleep(0.2)
+    async with asyncio.timeout(HANG_S):
+        while not await answer(holds, LIMIT_S):
+            await asyncio.sleep(0.2)
 
 
 @pytest.mark.slow
@@ -79,14 +81,14 @@ async def test_processes_of_a_lost_node_and_further_ones_start_where_devices_app
         seats = group.seats
         try:
             await group.build(Toy, [(rank,) for rank in range(2)], LIMIT_S)
-            await until(lambda: seats.find(0) and seats.find(1))
+            await ray_says(lambda: seats.find(0) and seats.find(1))
             assert [seats.of(number)[0] for number in (0, 1)] == [bundles] * 2
 
             assert not await answer(lambda: seats.find(2)), "all devices are taken"
             seats.release(2)
             on_second = 1 if tied else await _number_on(group, second)
             nodes.cluster.remove_node(second)
-            await until(lambda: not seats.find(on_second))
+            await ray_says(lambda: not seats.find(on_second))
             assert await answer(seats.stranded) == ([on_second] if tied else [])
             with pytest.raises(RankDied):
                 await group.call_rank(on_second, "add", 1)
@@ -94,7 +96,7 @@ async def test_processes_of_a_lost_node_and_further_ones_start_where_devices_app
             group.kill_rank(on_second)
 
             nodes.add()
-            await until(lambda: seats.find(on_second))
+            await ray_says(lambda: seats.find(on_second))
             assert (seats.of(on_second)[0] is bundles) is not tied, "a bundle that is tied to a lost node stays lost"
             group.restart(on_second)
             await group.build(Toy, [(7,)], LIMIT_S, on_second)
@@ -102,14 +104,14 @@ async def test_processes_of_a_lost_node_and_further_ones_start_where_devices_app
 
             assert not await answer(lambda: seats.find(2))
             nodes.add()
-            await until(lambda: seats.find(2))
+            await ray_says(lambda: seats.find(2))
             group.restart(2)
             await group.build(Toy, [(8,)], LIMIT_S, 2)
             assert await group.call_rank(2, "add", 4) == (8, [4])
             assert ray.available_resources().get("CPU", 0) == 0
             group.kill_rank(2)
             seats.release(2)
-            await until(lambda: ray.available_resources().get("CPU", 0) == 1)
+            await ray_says(lambda: ray.available_resources().get("CPU", 0) == 1)
         finally:
             group.kill()
             seats.release_all()

@@ -27,8 +27,6 @@ from rlsys.cluster.stacks import (
 )
 
 LOOP = "def spin():\n    print('ready', flush=True)\n    while True: pass\nspin()"
-
-
 REGISTER = "import faulthandler, signal; faulthandler.register(signal.SIGUSR1, file=2)\n"
 
 

@@ -14,7 +14,7 @@ from tests.support.jsonl import read_rows
 from tests.support.paths import PROJECT
 from tests.support.runs import LIMIT_S, RLSYS, small
 
-GROUPS = 16
+_GROUPS = 16
 
 
 @contextmanager
@@ -27,10 +27,10 @@ def running(outputs: Path, log: Path, *settings: str) -> Iterator[subprocess.Pop
         yield process
     finally:
         if process.poll() is None:
-            kill_with_all_children(process)
+            _kill_with_all_children(process)
 
 
-def kill_with_all_children(process: subprocess.Popen[bytes]) -> None:
+def _kill_with_all_children(process: subprocess.Popen[bytes]) -> None:
     family = [*psutil.Process(process.pid).children(recursive=True), psutil.Process(process.pid)]
     for one in family:
         one.kill()
@@ -39,14 +39,16 @@ def kill_with_all_children(process: subprocess.Popen[bytes]) -> None:
 
 
 def wait_for(process: subprocess.Popen[bytes], outputs: Path, log: Path, steps: int = 1, saved: int = 0) -> Path:
-    """Wait until so many steps are recorded and checkpoints published, before the run ends. Returns its folder."""
-    while True:
+    """Return the folder of a run with so many steps and checkpoints; wait for them. Fails if the run ends first."""
+    until_s = time.monotonic() + LIMIT_S
+    while time.monotonic() < until_s:
         for metrics in outputs.glob("searchr1_tiny_cpu-*/metrics.jsonl"):
             checkpoints = [*(metrics.parent / "checkpoints").glob("global_step_*")]
             if len(checkpoints) >= saved and len(metrics.read_text().splitlines()) >= steps:
                 return metrics.parent
         assert process.poll() is None, log.read_text()[-3000:]
         time.sleep(0.05)
+    raise AssertionError(log.read_text()[-3000:])
 
 
 def assert_each_prompt_ended_once(folder: Path, steps: int) -> list[dict[str, Any]]:
@@ -57,6 +59,6 @@ def assert_each_prompt_ended_once(folder: Path, steps: int) -> list[dict[str, An
     assert set(prompt_groups.values()) == {1}, "a prompt group ended twice"
     assert set(prompt_groups) == set(range(max(prompt_groups) + 1)), "a prompt group is lost"
     trained = Counter(row["uid"] for row in ends if row["end"] == "trained")
-    assert sum(trained.values()) == steps * GROUPS
+    assert sum(trained.values()) == steps * _GROUPS
     assert set(trained.values()) == {1}, "there are more prompts than are trained, so each is trained once"
     return ends

@@ -1,7 +1,6 @@
 """Tests that a real run loses no prompt if all its processes are killed and it resumes, or if a part of it dies."""
 
 import subprocess
-import time
 from pathlib import Path
 
 import psutil
@@ -11,6 +10,7 @@ from tests.live.running import assert_each_prompt_ended_once, running, wait_for
 from tests.support.jsonl import read_rows
 from tests.support.processes import words_of
 from tests.support.runs import LIMIT_S, PLAIN_ENGINE
+from tests.support.waiting import wait_until
 
 STEPS = 5
 RUN = [
@@ -60,8 +60,7 @@ def test_run_outlives_the_deaths_of_a_megatron_process_and_of_its_search_server(
         engines = [victim(process, "ray::AsyncHost")]
         for one in killed:
             one.kill()
-        while process.poll() is None and len(recovered(folder)) < 2:
-            time.sleep(0.05)
+        wait_until(lambda: process.poll() is not None or len(recovered(folder)) >= 2)
         assert [victim(process, "ray::AsyncHost")] == engines
         assert process.wait(LIMIT_S) == 0, log.read_text()[-3000:]
     begun = {row["fault"]: row["part"] for row in read_rows(folder / "faults.jsonl") if row["event"] == "began"}

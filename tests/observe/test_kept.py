@@ -181,7 +181,7 @@ def keeper(tmp_path: Path) -> TrajectoryWriter:
 
 
 async def still_waits(waiting: asyncio.Task[None]) -> bool:
-    """Tell if `waiting` is still pending after the event loop has run 100 times."""
+    """Tell if `waiting` is still pending after other tasks have run."""
     await let_tasks_run()
     return not waiting.done()
 

@@ -296,7 +296,7 @@ async def test_sleep_waits_for_a_bucket_that_is_being_staged(
     left: list[str] = []
     monkeypatch.setattr(StagedVersion, "move_to_host", lambda update: left.append(f"{update.nbytes} bytes"))
     staging = asyncio.create_task(engine.load_bucket(bucket))
-    await asyncio.to_thread(begun.wait, 60)
+    assert await asyncio.to_thread(begun.wait, 600)
     sleeping = asyncio.create_task(engine.sleep())
     await let_tasks_run()
     assert (left, script.log) == ([], [])

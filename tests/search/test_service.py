@@ -13,7 +13,7 @@ from rlsys.search.server.asgi import create_app
 from rlsys.search.server.contract import SMALL_BODY_BYTES, ServerLimits
 from rlsys.search.server.service import HitCache
 from tests.support.serving import serving
-from tests.support.waiting import until
+from tests.support.waiting import HANG_S, until
 
 from .gated import Gated, Lengths, Pages, in_process
 
@@ -33,8 +33,9 @@ async def pending(client: httpx.AsyncClient, queries: int) -> None:
 
 async def says(client: httpx.AsyncClient, path: str, text: str) -> None:
     """Wait until the answer to GET `path` holds `text`."""
-    while text not in (await client.get(path)).text:
-        await asyncio.sleep(0.001)
+    async with asyncio.timeout(HANG_S):
+        while text not in (await client.get(path)).text:
+            await asyncio.sleep(0.001)
 
 
 async def test_one_batch_is_prepared_while_another_is_searched() -> None:

@@ -196,14 +196,14 @@ TEMPLATES = [
 ]
 
 
-def function(name: str, argument: str, about: str) -> dict[str, Any]:
+def _function(name: str, argument: str, about: str) -> dict[str, Any]:
     parameters = {"type": "object", "properties": {argument: {"type": "string"}}, "required": [argument]}
     return {"type": "function", "function": {"name": name, "description": about, "parameters": parameters}}
 
 
 FUNCTIONS = [
-    function("search", "query", "search for passages about a query"),
-    function("calculator", "text", "evaluate arithmetic with + - * / // % ** and parentheses"),
+    _function("search", "query", "search for passages about a query"),
+    _function("calculator", "text", "evaluate arithmetic with + - * / // % ** and parentheses"),
 ]
 
 

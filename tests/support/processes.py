@@ -1,4 +1,4 @@
-"""Finds and judges processes, which may end at any moment: their parent may not have noticed yet."""
+"""Finds processes, also of a run, and judges them; they may end at any moment: their parent may not have noticed yet."""
 
 import os
 from collections.abc import Sequence

@@ -60,14 +60,14 @@ def randomised(model: Any, scale: float = 0.15) -> Any:
 
 
 def save_model(model: Any, folder: str | Path, **options: Any) -> None:
-    """Save `model` as transformers does; its weights begin at $RLSYS_TEST_WEIGHTS_OFFSET modulo 64 if that is set."""
+    """Save `model` as transformers does; with $RLSYS_TEST_WEIGHTS_OFFSET set, see `begin_weights_at`."""
     model.save_pretrained(folder, **options)
     if offset := os.environ.get("RLSYS_TEST_WEIGHTS_OFFSET"):
         begin_weights_at(int(offset), Path(folder))
 
 
 def begin_weights_at(offset: int, folder: Path) -> None:
-    """Pad the header of each file of weights with spaces, so that its first tensor begins at `offset` modulo 64.
+    """Pad the header of each file of weights with spaces, so that its first tensor begins at byte `offset` modulo 64.
 
     Kernels round differently for operands at other addresses, and readers map the tensors where they lie in the file.
     """

@@ -179,12 +179,12 @@ class Launched:
 
     def leaves_nothing(self) -> bool:
         """Wait until the host has no process left; return True if no folder of rlsys is left in its /tmp either."""
-        wait_until(lambda: not self.host.processes(), self)
+        launches_until(lambda: not self.host.processes(), self)
         return "rlsys-" not in self.host.run("ls", "/tmp")
 
 
-def wait_until(condition: Callable[[], object], *launched: Launched) -> None:
-    """Wait until `condition` holds. Raises AssertionError with the launchers' output after `LIMIT_S`."""
+def launches_until(condition: Callable[[], object], *launched: Launched) -> None:
+    """Wait until `condition`, which may look at all processes, holds. Raises AssertionError with the launchers' output after `LIMIT_S`."""
     until = time.monotonic() + LIMIT_S
     while not condition():
         assert time.monotonic() < until, "\n".join(one.said() for one in launched)

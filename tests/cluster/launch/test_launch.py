@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.cluster.launch.hosts import Host, Launched, two_hosts, wait_until
+from tests.cluster.launch.hosts import Host, Launched, launches_until, two_hosts
 from tests.support.jsonl import read_rows
 from tests.support.processes import words_of
 from tests.support.runs import LIMIT_S, PLAIN_ENGINE
@@ -35,7 +35,7 @@ def hosts(tmp_path: Path) -> Iterator[list[Host]]:
 def test_two_machines_train_with_a_search_server_on_one_and_leave_nothing(hosts: list[Host], tmp_path: Path) -> None:
     log = tmp_path / "taken.log"
     taken = hosts[0].start([sys.executable, "-c", TAKES_A_PORT], log)
-    wait_until(log.read_text)
+    launches_until(log.read_text)
     settings = [
         "--preflight",
         "rollout.engine.kv_cache_tokens=16384",
@@ -69,7 +69,7 @@ def test_machine_without_the_token_can_neither_join_nor_look(hosts: list[Host], 
         folder.mkdir()
     settings = ["--no-preflight", PLAIN_ENGINE, "cluster.search.nodes=[node-0]", "trainer.steps=200"]
     head, worker = (Launched(hosts, rank, tmp_path, *settings, home=home) for rank in (0, 1))
-    wait_until(lambda: "the run starts" in head.said(), head, worker)
+    launches_until(lambda: "the run starts" in head.said(), head, worker)
     look = [sys.executable, "-m", "rlsys.cluster.preflight.machine", f"{hosts[0].address}:6379"]
     for seen_from, mode in ((home, "token"), (other, "disabled")):
         given = {"HOME": str(seen_from), "RAY_AUTH_MODE": mode}
@@ -97,11 +97,11 @@ def test_a_run_outlives_its_driver_and_a_machine_that_had_only_engines(hosts: li
         rows = [json.loads(line) for file in tmp_path.glob("outputs/*/faults.jsonl") for line in file.open()]
         return [row["part"] for row in rows if row["event"] == "began"]
 
-    wait_until(lambda: list(tmp_path.glob("outputs/*/checkpoints/global_step_*")), head, worker)
+    launches_until(lambda: list(tmp_path.glob("outputs/*/checkpoints/global_step_*")), head, worker)
     driver_of(hosts[0]).kill()
-    wait_until(began, head, worker)
+    launches_until(began, head, worker)
     resumed_at = steps()
-    wait_until(lambda: steps() > resumed_at, head, worker)
+    launches_until(lambda: steps() > resumed_at, head, worker)
     worker.signal(signal.SIGINT)
     assert worker.wait() == 130, worker.said()
     assert head.wait() == 0, head.said()
@@ -159,12 +159,12 @@ def test_machines_say_why_a_run_has_ended_and_leave_nothing(
     settings = ["--no-preflight", PLAIN_ENGINE, "trainer.steps=200"]
     launched = [Launched(hosts, rank, tmp_path, *settings) for rank in (0, 1)]
     for pattern in ("nodes/*/1/ray/raylet.out", "actor-0.log"):  # The run has its devices on both machines.
-        wait_until(lambda: list(tmp_path.glob(f"outputs/*/logs/{pattern}")), *launched)  # noqa: B023
+        launches_until(lambda: list(tmp_path.glob(f"outputs/*/logs/{pattern}")), *launched)  # noqa: B023
     end(*launched)
     for one, status, said in zip(launched, statuses, (head_says, worker_says), strict=True):
         assert one.wait() == status, one.said()
         assert re.search(said, one.said()), one.said()
         if status == -signal.SIGKILL:
-            wait_until(lambda: not hosts[0].processes(), *launched)  # A killed launcher leaves its folder behind.
+            launches_until(lambda: not hosts[0].processes(), *launched)  # A killed launcher leaves its folder behind.
         else:
             assert one.leaves_nothing()

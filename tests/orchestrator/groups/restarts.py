@@ -63,16 +63,15 @@ class World(Simulation):
         self.restarts = self.random.choice([0, 1, 3, 20])
         self.log = tmp_path / f"faults-{seed}"
         self.pool, _ = make(self)
-        settings = config_of(self.restarts).cluster
+        config = config_of(self.restarts)
         self.sync = WeightSync(
             self.actor,  # type: ignore[arg-type]
             [self.pool],
-            settings,
+            config.cluster,
             tmp_path,
             Tracer("driver"),
             activated=self.publish,
         )
-        config = config_of(self.restarts)
         self.supervisor = supervisor_of(self.pool, self.sync, self.restart, FaultLog(self.log), config)
         self.given: dict[int, str] = {}
         """Version -> digest with which it was pushed."""

@@ -167,7 +167,7 @@ async def test_episode_is_counted_while_it_waits_for_a_tool_or_search() -> None:
     tools = EpisodeTools(watched, watched, CODEC, task(), custom=[watch])  # type: ignore[list-item]
     episode = Episode(QUESTION, 3, tools, DRAWN)
     playing = asyncio.create_task(episode.run())
-    assert await asyncio.to_thread(called.wait, 60)
+    assert await asyncio.to_thread(called.wait, 600)
     playing.cancel()
     with pytest.raises(asyncio.CancelledError):
         await playing
