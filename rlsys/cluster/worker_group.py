@@ -425,6 +425,9 @@ def _environment(cluster: ClusterConfig, device_ids: Sequence[str] | None) -> di
     environment = {name: str(threads) for name in limits} if threads else {}
     if cluster.device is Device.gpu:
         environment |= {name: os.environ.get(name, value) for name, value in NCCL_SETTINGS.items()}
+    else:
+        # torch.compile needs a C++ compiler on a CPU. Without it, Megatron and SGLang are imported 0.8 s sooner too.
+        environment["TORCHDYNAMO_DISABLE"] = "1"
     if device_ids is not None:
         environment |= {"CUDA_VISIBLE_DEVICES": ",".join(device_ids), SEES_ALL_GPUS: "1"}
     if level := os.environ.get("RLSYS_LOG"):

@@ -302,6 +302,15 @@ def test_worker_on_a_gpu_has_several_threads_by_default(
     assert environment.get("OMP_NUM_THREADS") == expected
 
 
+def test_only_workers_on_gpus_compile() -> None:
+    """On a CPU, torch.compile needs a C++ compiler, which a laptop may lack."""
+    compiles = {
+        device: worker_group._environment(ClusterConfig(device=device), None).get("TORCHDYNAMO_DISABLE") != "1"
+        for device in Device
+    }
+    assert compiles == {Device.cpu: False, Device.gpu: True}
+
+
 @pytest.mark.usefixtures("bundles")
 def test_cluster_with_too_few_devices_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runtime, "_local", lambda *_: nullcontext())

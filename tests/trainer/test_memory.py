@@ -42,6 +42,9 @@ from tests.trainer.memory_meter import MemoryMeter
 PLAIN = Layout()
 ALWAYS = ("parameters", "gradients", "optimizer", "reference")
 TOLERANCE = 0.1
+STEPS = 3
+"""Measured steps of several processes, of which the least peak counts: a thread of gloo may hold the tensors of a finished
+collective for another millisecond."""
 VOCAB = 2048
 LENGTHS = (384, 200, 384, 312)
 SIZES = {
@@ -235,18 +238,21 @@ def test_memory_estimate_of_local_layers_on_a_gpu_follows_their_kernels(fusions:
 
 
 def _measure(group: Group, folder: Path, case: Case) -> None:
-    """Run the step once to warm up and once under the meter; compare the measured memory with the estimate."""
+    """Run a step to warm up and others under the meter; compare the measured memory with the estimate."""
     config, batch = case.config(folder), _batch(case)
     worker = WORKERS[case.group].from_config(config, group.meet())
     batches = [batch] * case.micro_batches
+    steps = range(1 if case.layout.processes == 1 else STEPS)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(layers, "causal_lower_right", _unmetered(causal_lower_right))
         _step(worker, batches)
-        routed = _count_routed(worker)
-        meter = MemoryMeter(_resident(worker))
-        always = meter.alive
-        with meter:
-            _step(worker, batches)
+        counted = _count_routed(worker)
+        always = MemoryMeter(_resident(worker)).alive
+        measured = []
+        for _ in steps:
+            counted.clear()
+            measured.append((_peak(worker, partial(_step, worker, batches)), tuple(counted)))
+    peak, routed = min(measured)
     load = MicroBatchLoad(
         batch.tokens.size,
         batch.trained_tokens,
@@ -256,13 +262,20 @@ def _measure(group: Group, folder: Path, case: Case) -> None:
         (max(routed) if case.layout.recompute else sum(routed) // len(routed)) if routed else None,
     )
     estimate = stage_memory(StageRank(config, read_architecture(config.model.path), case.group, worker.coords.pp, load))
-    _check(estimate, always, meter.peak)
+    _check(estimate, always, peak)
     if isinstance(worker, Learner) and case.optimizer.startswith("muon"):
-        worker.accumulate(batches)
-        meter = MemoryMeter(_resident(worker))
-        with meter:
-            worker.apply()
-        assert estimate.parts["step"] == pytest.approx(meter.peak - always, rel=TOLERANCE)
+        peaks = []
+        for _ in steps:
+            worker.accumulate(batches)
+            peaks.append(_peak(worker, worker.apply))
+        assert estimate.parts["step"] == pytest.approx(min(peaks) - always, rel=TOLERANCE)
+
+
+def _peak(worker: Learner | LogProbWorker, step: Callable[[], None]) -> int:
+    """Return the bytes that `step` needs at most, those that `worker` always holds included."""
+    with MemoryMeter(_resident(worker)) as meter:
+        step()
+    return meter.peak
 
 
 def _unmetered(function: Callable[..., Any]) -> Callable[..., Any]:
