@@ -145,7 +145,9 @@ async def test_pages_are_fetched_without_cookies(web: FakeWeb, name: str, media_
     [
         ("/page/large", "larger"),
         ("/page/broken-gzip", "gzip"),
+        ("/page/short-gzip", "ends too early"),
         ("/page/pdf", "content type"),
+        ("/page/untyped", "content type"),
         ("/page/missing", "404"),
         ("/page/hop/9", "redirects"),
         (redirect_to("http://169.254.169.254/latest/meta-data"), r"169\.254\.169\.254"),
@@ -158,6 +160,11 @@ async def test_pages_that_are_refused_raise_a_one_line_error(web: FakeWeb, path:
     with pytest.raises(PageError, match=reason) as caught:
         await fetch(web, path)
     assert "\n" not in str(caught.value)
+
+
+async def test_a_page_that_never_ends_is_given_up(web: FakeWeb) -> None:
+    with pytest.raises(PageError):
+        await fetch(web, "/page/drip", timeout_s=0.2)
 
 
 async def test_a_gzip_bomb_takes_little_memory(web: FakeWeb) -> None:

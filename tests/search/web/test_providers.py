@@ -1,10 +1,10 @@
-"""Tests of search providers: their answers, and keys that stay secret."""
+"""Tests of search providers: their requests and answers, retries, the rate limit, and keys that stay secret."""
 
 import logging
 from typing import Any
 
 import pytest
-from starlette.responses import JSONResponse
+from starlette.responses import JSONResponse, RedirectResponse, Response
 
 from rlsys.errors import Code
 from rlsys.search.web.providers import (
@@ -18,7 +18,7 @@ from rlsys.search.web.providers import (
     Result,
 )
 from tests.search.web.conftest import Clock
-from tests.search.web.fake_web import CSE_ID, ENVIRON, KEY, FakeWeb
+from tests.search.web.fake_web import BOMB_BYTES, CSE_ID, ENVIRON, KEY, FakeWeb, gzipped
 from tests.support.refusals import refused
 
 GOOGLE = {
@@ -120,6 +120,13 @@ async def search(client: ProviderClient, query: str = "a query", count: int = 3)
         await client.close()
 
 
+@pytest.mark.parametrize(("count", "pages"), [(1, 1), (10, 1), (25, 3), (300, 10)])
+async def test_results_come_in_order_over_the_fewest_pages(web: FakeWeb, clock: Clock, count: int, pages: int) -> None:
+    found = await search(client_of(web, clock), f"a\n\ud800{' b' * 60}", count)
+    assert found == [web.item(row)[1] for row in range(min(count, 100))]
+    assert [asked["q"] for asked in web.asked] == ["a" + " b" * 49] * pages
+
+
 @pytest.mark.parametrize(("value", "code"), [("  ", "missing"), ("kéy", "malformed"), ("two\nlines", "malformed")])
 def test_a_missing_or_invalid_key_is_refused_without_repeating_it(value: str, code: Code) -> None:
     for variable in ("GOOGLE_API_KEY", "GOOGLE_CSE_ID", "BRAVE_API_KEY"):
@@ -148,3 +155,50 @@ async def test_keys_appear_in_no_log_error_or_repr(web: FakeWeb, clock: Clock, n
     seen = caplog.text + str(denied.value) + str(unreachable.value) + repr(denied.value.__cause__) + repr(keys)
     assert KEY[:8] not in seen
     assert CSE_ID[:8] not in seen or name != "google"
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        lambda: JSONResponse({"error": "No searches left."}, 429, {"Retry-After": "3600"}),
+        lambda: JSONResponse({"error": "Come back."}, 503, {"Retry-After": "Fri, 01 Jan 2100 00:00:00 GMT"}),
+        lambda: JSONResponse({"error": {"message": "Daily limit"}}, 403),
+        lambda: RedirectResponse("/search", 307),  # Following it would send the key along.
+        lambda: Response("<html>Welcome to our portal</html>", media_type="text/html"),
+        lambda: JSONResponse({"organic": "many"}),
+        lambda: Response(gzipped(BOMB_BYTES), headers={"Content-Encoding": "gzip"}),
+    ],
+    ids=["long wait", "far date", "refused key", "redirect", "HTML", "no list", "bomb"],
+)
+async def test_permanent_failures_are_not_retried(web: FakeWeb, clock: Clock, answer: Any) -> None:
+    web.script = [answer]
+    with pytest.raises(ProviderError):
+        await search(client_of(web, clock))
+    assert len(web.asked) == 1
+    assert clock.slept == []
+
+
+async def test_other_failures_are_retried_a_few_times_and_not_before_the_provider_allows(
+    web: FakeWeb, clock: Clock
+) -> None:
+    busy = [lambda: Response("", 429, {"Retry-After": "20"}), lambda: Response("", 500)]
+    web.script = list(busy)
+    assert len(await search(client_of(web, clock, tries=3))) == 3
+    first, second = clock.slept
+    assert (first, 0.5 <= second <= 8.5) == (20.0, True)
+    web.script = [*busy, *busy]
+    with pytest.raises(ProviderError):
+        await search(client_of(web, clock, tries=3))
+    assert (len(web.asked), len(web.script)) == (6, 1)
+
+
+async def test_requests_and_retries_keep_to_the_rate_limit(web: FakeWeb, clock: Clock) -> None:
+    start = clock.now()
+    client = client_of(web, clock, requests_per_second=1 / 16)
+    web.script = [lambda: Response("", 503)]
+    for row in range(8):
+        await client.search(f"q{row}", 3)
+    await client.close()
+    assert clock.now() - start == pytest.approx(8 * 16), "after 8 of 9 requests"
+    with refused("out_of_range", "requests_per_second"):
+        ProviderLimits(requests_per_second=0)
