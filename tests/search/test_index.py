@@ -110,11 +110,6 @@ def hybrid_dir(corpus_path: Path, spec: EncoderSpec, tmp_path_factory: pytest.Te
     return out
 
 
-@pytest.fixture
-def hybrid(hybrid_dir: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(hybrid_dir, tmp_path / "copy"))
-
-
 def test_an_opened_hybrid_fuses_its_two_parts(hybrid_dir: Path, queries: list[str]) -> None:
     hybrid = open_retriever(hybrid_dir)
     parts = [open_retriever(hybrid_dir / "dense"), open_retriever(hybrid_dir / "bm25")]

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import requests
+from numpy.typing import NDArray
 
 from rlsys.config.schema import CassetteConfig, CassetteMode, SearchConfig
 from rlsys.rollout.tools.search_tool import open_tool, search_metrics
@@ -17,7 +18,6 @@ from rlsys.search.retrieval import served
 from rlsys.search.server_process import SearchServer
 from tests.support.jsonl import read_rows
 
-Reference = tuple[Any, Any]
 TOLERANCE = 1e-5
 """Largest difference of two scores of at most 1, which two libraries sum from 384 products in float32."""
 
@@ -44,14 +44,14 @@ def require_best(documents: list[Any], passages: list[dict[str, Any]], scores: A
 
 
 def test_passages_and_scores_equal_brute_force(
-    server: SearchServer, passages: list[dict[str, Any]], queries: list[str], brute_force: Reference
+    server: SearchServer, passages: list[dict[str, Any]], queries: list[str], brute_force: NDArray[np.float32]
 ) -> None:
     lines = post(server, queries=queries, topk=5, return_scores=True)
-    for line, scores in zip(lines, brute_force[0], strict=True):
+    for line, scores in zip(lines, brute_force, strict=True):
         require_best([hit["document"] for hit in line], passages, scores, 5)
         np.testing.assert_allclose([hit["score"] for hit in line], np.sort(scores)[::-1][:5], atol=TOLERANCE)
     (plain,) = post(server, queries=queries[:1], topk=None, return_scores=False)
-    require_best(plain, passages, brute_force[0][0], 3)  # the topk that the server was started with
+    require_best(plain, passages, brute_force[0], 3)  # the topk that the server was started with
 
 
 def test_a_health_check_loads_no_certificates(server: SearchServer, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -42,7 +42,7 @@ async def test_one_batch_is_prepared_while_another_is_searched() -> None:
     gated = Gated(find_open=False)
     async with in_process(gated, ServerLimits(max_batch=4, cache_entries=0)) as client:
         tasks = [ask(client, "a")]
-        await until(lambda: gated.finding == 1)
+        await until(lambda: len(gated.found) == 1)
         tasks.append(ask(client, "b"))
         await until(lambda: len(gated.seen) == 2)
         tasks += [ask(client, query) for query in "cdef"]

@@ -51,16 +51,15 @@ class Script:
         self._halt_after = halt_after
         self.inputs: list[list[int]] = []
         self.sampled: list[TurnSampling] = []
-        self.rids: list[str] = []
         self.halted = asyncio.Event()
         self.cancelled = 0
 
     async def generate(
         self, input_ids: list[int], sampling: TurnSampling, rid: str, on_tokens: OnTokens | None = None
     ) -> Generation:
+        del rid
         self.inputs.append(input_ids)
         self.sampled.append(sampling)
-        self.rids.append(rid)
         ids = self.codec.encode(self._turns[(len(self.inputs) - 1) % len(self._turns)])
         for count in range(1, len(ids) + 1):
             await asyncio.sleep(0)

@@ -1,12 +1,9 @@
 """Tests of a watched run: the application, rebuilding of its model, and figures for Prometheus."""
 
 import asyncio
-import gzip
-import json
 import threading
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
@@ -113,15 +110,6 @@ async def test_status_of_a_change_comes_before_the_change(monkeypatch: pytest.Mo
     monkeypatch.setattr(watch, "POLL_S", 0.0)
     events = watch._events(Stepping(), asyncio.Event())  # type: ignore[arg-type]
     assert [(await anext(events)).event for _ in range(3)] == ["status", "status", "change"]
-
-
-def steps(run: LiveRun) -> list[int]:
-    (found,) = unpacked(run.data())["runs"]
-    return found["steps"]
-
-
-def unpacked(body: bytes) -> Any:
-    return json.loads(gzip.decompress(body))
 
 
 CHANGES: dict[str, Callable[[Path], object]] = {
