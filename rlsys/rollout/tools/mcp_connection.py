@@ -26,7 +26,7 @@ from mcp import Client, MCPError
 from mcp.client.stdio import get_default_environment
 from mcp.client.streamable_http import streamable_http_client
 from mcp.shared.message import SessionMessage
-from mcp.types import INVALID_REQUEST, ErrorData, JSONRPCError, jsonrpc_message_adapter
+from mcp.types import INVALID_REQUEST, CallToolResult, ErrorData, JSONRPCError, jsonrpc_message_adapter
 
 from rlsys.components import one_line
 from rlsys.rollout.tools.interface import ToolError
@@ -54,8 +54,6 @@ _ENDS_WITH_PARENT = (
 )
 _HTTP = httpx2.Timeout(5.0, read=None)
 """Time limits of HTTP; a call's own limit bounds the time to read its answer."""
-_NO_SESSION = "Session terminated"
-"""The SDK's message for a session that a server no longer knows, as after its restart."""
 _log = logging.getLogger(__name__)
 Incoming = SessionMessage | Exception
 Streams = tuple[MemoryObjectReceiveStream[Incoming], MemoryObjectSendStream[SessionMessage]]
@@ -80,6 +78,8 @@ class Connection:
         self._first: asyncio.Future[Mapping[str, Offered]] = asyncio.get_running_loop().create_future()
         self._client: Client | None = None
         self._up, self._lost, self._closing = asyncio.Event(), asyncio.Event(), asyncio.Event()
+        self._expired = asyncio.Event()
+        """Set once the HTTP server does not know the session of `_client`, as after its restart."""
         self._trouble = ""
         """Reason why there is no connection."""
         self._end = ""
@@ -97,25 +97,36 @@ class Connection:
         If the server is being started again, wait at most `wait_s` seconds for it.
         """
         try:
-            async with asyncio.timeout(wait_s):
-                while (client := self._client) is None:
-                    await self._up.wait()
-        except TimeoutError:
-            raise ToolError(f"its server is not running: {self._trouble}") from None
-        try:
-            result = await client.call_tool(name, arguments)
+            result = await self._result(name, arguments, wait_s)
         except MCPError as error:
-            if self._settings.url and error.message == _NO_SESSION:
-                self._lose(client, error.message)
-            ended = self._client is not client
-            raise ToolError(f"its server has ended: {self._trouble}" if ended else error.message) from None
-        except Exception as error:  # The SDK passes on results that it cannot read.
-            raise ToolError(one_line(error)) from error
+            raise ToolError(error.message) from None
         self._pause_s = FIRST_PAUSE_S
         text = text_of(result)
         if result.is_error:
             raise ToolError(text or "it gives no reason")
         return text
+
+    async def _result(self, name: str, arguments: dict[str, Any], wait_s: float, again: bool = True) -> CallToolResult:
+        """Call a tool once a server runs. Raises MCPError and ToolError."""
+        try:
+            async with asyncio.timeout(wait_s):
+                while (client := self._client) is None:
+                    await self._up.wait()
+        except TimeoutError:
+            raise ToolError(f"its server is not running: {self._trouble}") from None
+        expired = self._expired
+        try:
+            return await client.call_tool(name, arguments)
+        except MCPError as error:
+            if expired.is_set():
+                self._lose(client, error.message)
+                if again:  # A server that does not know the session has not called the tool.
+                    return await self._result(name, arguments, wait_s, again=False)
+            if self._client is not client:
+                raise ToolError(f"its server has ended: {self._trouble}") from None
+            raise
+        except Exception as error:  # The SDK passes on results that it cannot read.
+            raise ToolError(one_line(error)) from error
 
     async def close(self) -> None:
         """End the connection and the server's program; idempotent."""
@@ -157,6 +168,7 @@ class Connection:
     async def _hold(self) -> None:
         """Connect, and return when the connection is lost or closed. Raises whatever prevents a connection."""
         limit_s = self._settings.start_timeout_s
+        self._expired = asyncio.Event()
         async with AsyncExitStack() as stack:
             transport = self._http() if self._settings.url else self._program()
             try:
@@ -181,7 +193,7 @@ class Connection:
             headers["Authorization"] = f"Bearer {os.environ[settings.token_env].strip()}"
         most = settings.max_answer_bytes
         async with (
-            httpx2.AsyncClient(headers=headers, timeout=_HTTP, transport=_Bounded(most)) as http,
+            httpx2.AsyncClient(headers=headers, timeout=_HTTP, transport=_Checked(most, self._expired)) as http,
             streamable_http_client(settings.url, http_client=http, max_sse_event_size=most) as streams,
         ):
             yield streams
@@ -355,15 +367,18 @@ def _reason(error: BaseException) -> str:
     return str(error) if isinstance(error, CannotStart) else one_line(error)
 
 
-class _Bounded(httpx2.AsyncHTTPTransport):
-    """Limits every body that is no event stream; the SDK itself limits events."""
+class _Checked(httpx2.AsyncHTTPTransport):
+    """Limits every body that is no event stream; the SDK itself limits events. Sets `expired` once the session is unknown,
+    for which the protocol has status 404 and servers have different messages."""
 
-    def __init__(self, most: int) -> None:
+    def __init__(self, most: int, expired: asyncio.Event) -> None:
         super().__init__()
-        self._most = most
+        self._most, self._expired = most, expired
 
     async def handle_async_request(self, request: httpx2.Request) -> httpx2.Response:
         response = await super().handle_async_request(request)
+        if response.status_code == httpx2.codes.NOT_FOUND and "mcp-session-id" in request.headers:
+            self._expired.set()
         compressed = response.headers.get("content-encoding", "identity").strip().lower() not in ("", "identity")
         if compressed or not response.headers.get("content-type", "").lower().startswith("text/event-stream"):
             response.stream = _Counted(
