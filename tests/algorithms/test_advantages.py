@@ -155,6 +155,9 @@ def test_empty_groups_and_untrained_episodes_have_zero_advantages() -> None:
         (episode([0.0], [0], [math.nan]), "penalties"),
         (episode([0.0], [0], values=[math.inf]), "values"),
         (episode([0.0], [0]), "values"),
+        (episode([0.0], [0, 1]), "turn"),
+        (episode([0.0], [0], [0.0, 0.0]), "penalties"),
+        (episode([0.0], [0], values=[]), "values"),
     ],
 )
 def test_invalid_episode_is_refused_by_its_field(wrong: RewardedEpisode, named: str) -> None:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlsys.cluster.planning.placement import DeviceSlot, Ranks, parse_placement, plan_bundles
+from rlsys.cluster.planning.placement import DeviceSlot, Ranks, overlaps, parse_placement, plan_bundles
 from rlsys.errors import Code
 from tests.support.refusals import refused
 
@@ -81,3 +81,9 @@ def test_critic_has_the_ranks_of_the_actor_by_default() -> None:
     placement = {"actor": "1, 0", "inference": "3", "rollout": "5-6"}
     ranks = {"actor": (1, 0), "inference": (3,), "rollout": (5, 6)}
     assert parse_placement(placement, with_critic=True) == {**ranks, "critic": (1, 0)}
+
+
+def test_critic_shares_all_ranks_of_the_actor_or_none() -> None:
+    for critic, shared in (("0-1", []), ("7", []), ("0", [("actor", "critic", [0])])):
+        placement = {"actor": "0-1", "inference": "2", "rollout": "3-6", "critic": critic}
+        assert overlaps(parse_placement(placement, with_critic=True)) == shared

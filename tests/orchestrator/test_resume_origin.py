@@ -323,3 +323,14 @@ def test_earlier_checkpoint_starts_a_branch_with_the_records_up_to_it(outputs: O
     assert origin.history == replace(origin.state.history, trackers={})
     assert origin.state.history.trackers == {"wandb": "abc"}
     assert snapshot(run_dir) == before
+
+
+def test_lost_rows_are_reported_and_do_not_end_the_run(outputs: Outputs) -> None:
+    run_dir = outputs.run(FIRST, 2, 4)
+    os.truncate(run_dir / LOGS[0], 16)
+    (run_dir / LOGS[1]).unlink()
+    config, notes = outputs.config(str(checkpoint(run_dir, 2))), list[str]()
+    branch = folder_of(config, find_origin(config, notes.append))
+    assert [str(run_dir / name) in note for name, note in zip(LOGS[:2], notes, strict=True)] == [True, True]
+    assert (branch / LOGS[0]).stat().st_size == 16
+    assert not (branch / LOGS[1]).exists()

@@ -12,6 +12,7 @@ from transformers import AutoModelForTokenClassification
 
 from rlsys.algorithms.losses import ValueLoss
 from rlsys.config.schema import AdamwConfig, ParallelConfig
+from rlsys.errors import RunError
 from rlsys.trainer.actor import Critic
 from rlsys.trainer.batches import MicroBatch, collate
 from tests.support import tiny_configs
@@ -172,6 +173,11 @@ def _new_critic(group: Group, policy: Path, two_labels: Path) -> None:
     assert not any(values.any() for values in found)
     with pytest.raises(ValueError, match="returns"):
         critic.accumulate([replace(batches[0], returns=None)])
+    critic._scratch = policy.parent
+    critic.offload()
+    with pytest.raises(RunError, match="offloaded"):
+        critic.compute(batches)
+    critic.restore()
     with refused("mismatch", two_labels):
         critic.load_hf(two_labels)
 

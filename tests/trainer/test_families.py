@@ -2,6 +2,8 @@
 
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,6 +15,7 @@ from rlsys.trainer import mesh
 from rlsys.trainer.batches import MicroBatch
 from rlsys.trainer.export import export_plan, load_hf, whole_tensors
 from rlsys.trainer.forward import context_shares, forward
+from rlsys.trainer.model.layers import ExpertRouter
 from rlsys.trainer.model.stage_model import PolicyModel
 from rlsys.weights.hf_io import HfReader
 from rlsys.weights.weight_map import read_architecture
@@ -102,3 +105,13 @@ def _expected(path: Path) -> Tensor:
 def test_page_of_models_lists_families_and_what_tests_cover() -> None:
     page = models_reference.PAGE.read_text(encoding="utf-8")
     assert models_reference.with_tables(page) == page, f"run `{models_reference.COMMAND}`"
+
+
+def test_router_weights_in_bfloat16_are_rounded_once() -> None:
+    logits = torch.randn(7, 8, generator=torch.Generator().manual_seed(0)).bfloat16()
+    config = SimpleNamespace(moe_router_topk=3, moe_router_pre_softmax=False, moe_router_topk_scaling_factor=1.0)
+    router: Any = SimpleNamespace(routes=None, config=config)
+    weights, chosen = ExpertRouter.routing(router, logits)
+    best, where = logits.float().softmax(-1).topk(3)
+    assert torch.equal(weights.gather(1, where), (best / best.sum(-1, keepdim=True)).bfloat16())
+    assert chosen.sum() == 3 * 7

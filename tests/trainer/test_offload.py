@@ -250,7 +250,11 @@ def _refusals(group: Group, model: Path, out: Path) -> None:
     away = worker.offload()
     weights = sum(tensor.nbytes for tensor in reference.named_tensors(reference.load(model)).values())
     assert weights < away.bytes <= 2.2 * weights, "policy and reference but for the ends of their tensors"
-    _refused(lambda: worker.compute(STEPS[1]), worker.begin_update, lambda: worker.take_bucket(buckets[0]))
+    _refused(
+        *(lambda: worker.compute(STEPS[1]), worker.begin_update, lambda: worker.take_bucket(buckets[0])),
+        *(lambda: worker.finish_update(1, sent), lambda: worker.begin_save(out / "reference")),
+        *(lambda: worker.load(out / "reference"), lambda: worker.export(50_000, None)),
+    )
     worker.restore()
     worker.begin_update()
     for number, bucket in enumerate(buckets):

@@ -96,6 +96,11 @@ class SelfUpdatingWorker(LogProbWorker):
         """Tensors of the policy in float32; empty on ranks other than 0."""
         return {name: tensor.float().numpy() for name, tensor in weights_in(self).items()}
 
+    def masters(self) -> int:
+        """Number of weights of the reference that have a float32 copy."""
+        held: Any = self._reference
+        return len(held._master)
+
     def convert(self, checkpoint: str, out: str) -> None:
         """Leave the process group and convert the checkpoint; no other call may follow."""
         mesh.stop()
@@ -244,3 +249,11 @@ async def test_policy_that_is_its_own_teacher_has_the_same_log_probs_to_the_bit(
     ((found,),) = await group.call("compute", reference.make_batches(1))
     np.testing.assert_array_equal(found.policy, found.reference)
     assert found.policy.any()
+
+
+async def test_only_an_average_in_bfloat16_has_master_weights(model: str) -> None:
+    found = []
+    for case in ((FIXED, Dtype.bfloat16), (AVERAGE, Dtype.float32), (AVERAGE, Dtype.bfloat16)):
+        group = await start("one", model, *case)
+        found.append((await group.call("masters"))[0] > 0)
+    assert found == [False, False, True]

@@ -128,3 +128,9 @@ def test_each_search_server_is_asked_and_reported(monkeypatch: pytest.MonkeyPatc
         )
     assert (first.url, first.passages, first.error, good.asked) == (good.url, 1, "", ["Who?"])
     assert (second.url, second.passages, bool(second.error)) == (other, 0, True)
+
+
+def test_text_that_is_no_table_is_not_read() -> None:
+    for cards, processes in (("No devices were found", ""), (CARDS, "none")):
+        with pytest.raises(Unseen):
+            read_gpus(cards, processes, None)

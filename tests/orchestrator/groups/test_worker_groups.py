@@ -5,6 +5,9 @@ from __future__ import annotations
 import asyncio
 import random
 from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import AsyncMock
 
 import numpy as np
 import pytest
@@ -15,7 +18,7 @@ from rlsys.config.algorithm import AlgorithmConfig, GaeAdvantage, OldLogprobs
 from rlsys.config.schema import ClusterConfig, ParallelConfig, RolloutConfig, RunConfig, SglangConfig
 from rlsys.data.trajectory import Branch, Sample
 from rlsys.observe.spans import Tracer
-from rlsys.orchestrator.worker_groups import OffloadManager, Switch, holdings, scores_of
+from rlsys.orchestrator.worker_groups import OffloadManager, Scorer, Switch, holdings, scores_of
 from rlsys.trainer.batches import BatchSharder, LogProbs, MicroBatch
 from tests.support.trajectories import sample
 
@@ -160,3 +163,15 @@ async def _random_needs(rng: random.Random) -> None:
         assert all(move[1:] in names for move in entries)
         assert {move[1:] for move in moves if move.startswith("-")} <= before - set(names)
         assert device.most <= len(names)
+
+
+async def test_scores_have_the_engines_log_probs_and_the_critics_values() -> None:
+    """The samples have no engine log-probs, which is NaN, as tokens have that were not sampled."""
+    asked = samples()
+    critic: Any = SimpleNamespace(compute=AsyncMock(return_value=[one.trajectory.tokens for one in asked]))
+    scorer = Scorer(None, critic, OldLogprobs.engine)
+    assert scorer.groups == ("critic",)
+    for one, scores in zip(asked, await scorer.compute(asked), strict=True):
+        assert_array_equal(scores.policy, np.zeros(len(one.trajectory.tokens)))
+        assert_array_equal(scores.values, one.trajectory.tokens)
+        assert scores.version is None

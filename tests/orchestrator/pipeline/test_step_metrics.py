@@ -10,13 +10,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rlsys.config.algorithm import CorrectionLevel
+from rlsys.config.algorithm import CorrectionConfig, CorrectionKind
 from rlsys.config.schema import SourceConfig, TaskConfig
 from rlsys.data.trajectory import Action, Finish, Group, Sample, Trajectory, Turn
 from rlsys.orchestrator.pipeline.step_metrics import (
     answer_metrics,
+    correction_metrics,
     critic_metrics,
     divergence_metrics,
+    group_metrics,
+    reward_metrics,
     source_metrics,
     staleness_metrics,
     step_metrics,
@@ -53,11 +56,9 @@ GROUPS = [
 ]
 
 
-def figures_of(
-    groups: Sequence[Group], version: int = 0, level: CorrectionLevel = CorrectionLevel.token
-) -> dict[str, float]:
+def figures_of(groups: Sequence[Group], version: int = 0) -> dict[str, float]:
     """Return the metrics of a step without a KL in the reward."""
-    return step_metrics(groups, version, level, TaskConfig())
+    return step_metrics(groups, version, CorrectionConfig(), TaskConfig())
 
 
 def test_every_metric_has_the_value_worked_out_by_hand() -> None:
@@ -220,3 +221,42 @@ def test_values_and_returns_are_compared_over_trained_tokens() -> None:
         assert [metrics[f"critic/{name}/{kind}"] for kind in ("max", "min", "mean")] == expected
     # The variance of the errors -2, 0, 5 over the variance of the returns.
     assert metrics["critic/vf_explained_var"] == pytest.approx(1 - np.var([-2, 0, 5]) / np.var([1, 2, 6]))
+
+
+def test_answers_are_compared_normalised_within_and_across_questions() -> None:
+    def answered(number: int, *answers: str) -> Group:
+        turns = [replace(ANSWER, content=answer) for answer in answers]
+        return Group(question(number), tuple(sample(trajectory(turns=[turn]), 0.0) for turn in turns))
+
+    groups = [answered(1, "Paris", "paris!", "Rome"), answered(2, "Rome", "x", "x")]
+    assert answer_metrics(groups, "answer")["answers/same_share"] == 2 / 6, "Paris and x are of one question alone"
+    found = group_metrics(groups)
+    assert (found["group/distinct_answers"], found["group/distinct_responses"]) == pytest.approx((2 / 3, 1 / 3))
+
+
+def test_kl_in_the_reward_is_subtracted_beside_the_score() -> None:
+    one = rewarded(trajectory(range(3)), 1.0)
+    group = Group(question(1), (replace(one, kl_sum=3.0, kl_coef=0.1), replace(one, kl_sum=-2.0, kl_coef=0.2)))
+    found = reward_metrics([group])
+    assert found["critic/score/mean"] == 1.0
+    assert (found["critic/rewards/min"], found["critic/rewards/max"]) == pytest.approx((1 - 0.1 * 3, 1 + 0.2 * 2))
+    assert (found["critic/kl"], found["critic/kl_coef"]) == pytest.approx(((3 / 2 - 2 / 2) / 2, 0.15))
+
+
+def test_correction_metrics_are_those_of_the_weights() -> None:
+    config = CorrectionConfig(CorrectionKind.truncate, high=2.0)
+    old, drawn = np.log(np.float32([1, 0.6, 0.6])), np.log(np.float32([1, 0.4, 0.2]))
+    one = with_arrays([False, True, True], old_logprobs=old, weights=np.minimum(np.exp(old - drawn), 2))
+    one = replace(one, trajectory=replace(one.trajectory, rollout_logprobs=drawn))
+    found = correction_metrics([Group(question(1), (one,))], config)
+    names = ("ess", "clipped_share", "cut_mass", "uncorrected_share")
+    expected = [3.5**2 / (2 * 6.25), 1 / 2, 1 / 4.5, 0.0]
+    assert [found[f"correction/{name}"] for name in names] == pytest.approx(expected, rel=1e-5)
+
+
+def test_tools_are_counted_by_name_apart_from_searches() -> None:
+    turns = [replace(one, action=Action.TOOL, tool="sum", tool_s=s) for one, s in ((SEARCH, 0.25), (FAILED, 0.75))]
+    group = Group(question(1), (sample(trajectory(turns=[*turns, SEARCH]), 0.0), sample(trajectory(), 0.0)))
+    found = figures_of([group])
+    assert [found[f"tool/sum/{name}"] for name in ("calls", "errors", "s_mean")] == [2 / 2, 1, 0.5]
+    assert found["rollout/search_errors"] == 0

@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
-from rlsys.config.algorithm import AlgorithmConfig, CurationConfig, GaeAdvantage
+from rlsys.config.algorithm import AlgorithmConfig, CurationConfig, GaeAdvantage, ReturnsAdvantage
 from rlsys.config.schema import CriticConfig, RunConfig, TrainerConfig
 from rlsys.data.trajectory import Floats, Group, Sample
 from rlsys.orchestrator.pipeline.rollout_pipeline import RolloutPipeline
@@ -156,3 +156,19 @@ def test_groups_without_spread_are_replaced_up_to_the_exact_share(groups: int, s
         if reason := scheduler.finish_rolling(group, 0, has_spread=False):
             scheduler.drop(group, reason)
     assert scheduler.dropped == {DropReason.no_spread: most}
+
+
+@pytest.mark.parametrize(
+    ("advantage", "updates", "whole", "scored_first"),
+    [
+        (GaeAdvantage(whiten=False), 2, False, True),
+        (GaeAdvantage(), 1, True, False),
+        (ReturnsAdvantage(), 2, False, False),
+    ],
+)
+def test_only_a_critic_of_several_mini_batches_waits_for_the_last_score(
+    advantage: GaeAdvantage | ReturnsAdvantage, updates: int, whole: bool, scored_first: bool
+) -> None:
+    trainer = TrainerConfig(prompts_per_step=4, mini_batches=updates)
+    cut = mini_batches(RunConfig(algorithm=AlgorithmConfig(advantage=advantage), trainer=trainer))
+    assert (cut.whole is not None, cut.scored_first) == (whole, scored_first)

@@ -64,6 +64,12 @@ async def test_episode_with_too_many_answers_gets_the_configured_score() -> None
         assert (await scored(config, episode(MANY))).parts == {**names, "format": 0.8}
 
 
+async def test_limit_of_answers_raises_no_wrong_answer_and_softens_no_penalty() -> None:
+    names = {"exact_match": 1.0, "invalid_format": -5.0}
+    config = RewardConfig(terms=names, max_answer_tags=10, many_answers_score=0.25)
+    assert (await scored(config, episode(MANY), answer="Ségou")).parts == {"exact_match": 0.0, "invalid_format": 1.0}
+
+
 PIECES = st.sampled_from([f"<{end}{tag}>" for tag in ("think", "search", "answer", "information") for end in ("", "/")])
 TEXTS = st.lists(PIECES | st.text(st.characters(), max_size=5), max_size=8).map("".join)
 EVERY_TERM = {

@@ -6,7 +6,7 @@ import asyncio
 import pickle
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 import numpy as np
@@ -151,3 +151,14 @@ async def test_error_in_one_episode_ends_the_others_of_its_group() -> None:
     with pytest.raises(RunError):
         await group(Failing(ANSWERS, halt=(0, "say"))).play(asyncio.Semaphore(4), timeout_s=600)
     assert sorted(ended) == ["q#0.0", "q#2.0", "q#3.0"]
+
+
+async def test_progress_of_another_group_is_refused() -> None:
+    halting = Script(ANSWERS, halt=(1, "say"))
+    begun = await interrupted(halting, tools_of(halting, task()))
+    ended = await run_episode(QUESTION, 0, tools_of(Script(ANSWERS), task()), DRAWN)
+    assert begun is not None
+    strange: list[EpisodeProgress] = [replace(ended, question_uid="r"), replace(begun, question_uid="r")]
+    for samples, progress in ((range(3), [begun]), (range(4), [ended, ended]), *((range(4), [one]) for one in strange)):
+        with pytest.raises(ValueError, match="question"):
+            group(halting, samples, progress)

@@ -153,3 +153,12 @@ def test_pruning_spares_the_policys_checkpoints_and_foreign_files(tmp_path: Path
     assert [one.step for one in store.saved()] == [1, 4, 7, 8, 9, 10]
     assert (tmp_path / "notes.txt").read_text() == "mine"
     assert (tmp_path / "global_step_3_copy").is_dir()
+
+
+def test_all_of_a_checkpoint_is_on_disk_before_it_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced: list[str] = []
+    monkeypatch.setattr(os, "fsync", lambda handle: synced.append(os.readlink(f"/proc/self/fd/{handle}")))
+    save(CheckpointStore(tmp_path), 1)
+    partial = tmp_path / ".global_step_1.partial"
+    inside = (partial, *(partial / name for name in ("actor", "actor/part", "manifest.json")))
+    assert ({*synced[:-1]}, synced[-1]) == ({*map(str, inside)}, str(tmp_path))

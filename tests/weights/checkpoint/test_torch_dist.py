@@ -179,3 +179,9 @@ def test_checkpoint_of_another_model_is_refused(hf: Path, tmp_path: Path) -> Non
     for other in (*(WeightMap(replace(architecture, **change)) for change in changes), WeightMap(architecture, True)):
         with refused("mismatch", checkpoint.folder):
             checkpoint.check(other)
+
+
+@pytest.mark.parametrize("axis", ["tp", "pp", "ep"])
+def test_layout_that_does_not_divide_the_model_is_refused(weights: WeightMap, axis: str) -> None:
+    with refused("mismatch", axis):
+        TorchDistWriter(weights, lambda _: torch.float32, ParallelConfig(**{axis: 5}))
