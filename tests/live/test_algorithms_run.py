@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.support.jsonl import read_rows
 from tests.support.paths import PROJECT
-from tests.support.runs import PLAIN_ENGINE, Finished, rlsys, small
+from tests.support.runs import PLAIN_ENGINE, Finished, rlsys, small, succeed
 from tests.support.serving import served
 from tests.support.teachers import scored_by
 
@@ -31,7 +31,8 @@ def test_ppo_with_an_own_optimiser_on_one_slot_trains_only_the_critic_during_war
     monkeypatch.setenv("PYTHONPATH", str(PROJECT), prepend=os.pathsep)
     together = [PLAIN_ENGINE, "cluster=one_slot", "trainer.schedule.kind=sequential"]
     lion = ["actor.optimizer=examples.extend.optimizer.Lion", "actor.optimizer.lr=3e-5"]
-    run = Finished(tmp_path, "algorithm=ppo", *together, *lion, "trainer.steps=3", "critic.warmup_steps=1")
+    settings = ["algorithm=ppo", *together, *lion, "trainer.steps=3", "critic.warmup_steps=1", "checkpoint.interval=2"]
+    run = Finished(tmp_path, *settings)
     assert run.summary["overlap_s"] == 0
     first, *others = run.rows
     assert "actor/policy_loss" not in first
@@ -47,6 +48,8 @@ def test_ppo_with_an_own_optimiser_on_one_slot_trains_only_the_critic_during_war
     missed = abs(last["critic/values/mean"] - last["critic/returns/mean"])
     assert missed < abs(last["critic/returns/mean"]), "the critic must be closer than predicting 0"
     assert checkpoints(run, 3) == {"actor", "critic"}
+    # Groups on one slot take turns in memory, also when a checkpoint is loaded.
+    succeed(*small(tmp_path, *settings, f"resume={run.folder / 'checkpoints' / 'global_step_2'}"))
 
 
 def test_ema_pg_reference_follows_the_policy_and_is_evaluated(tmp_path: Path) -> None:
