@@ -77,6 +77,7 @@ def test_too_little_memory_skips_the_logits_with_a_note(tmp_path: Path, monkeypa
     model = make_model(tmp_path / "model")
     free = psutil.virtual_memory()._replace(available=1000)
     monkeypatch.setattr(psutil, "virtual_memory", lambda: free)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     verdict = verify(model, model)
     assert (verdict.same, verdict.logits) == (True, None)
     assert verdict.note
