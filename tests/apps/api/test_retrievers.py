@@ -92,10 +92,13 @@ def test_wrong_arguments_are_refused_at_once(
 def test_the_web_search_server_ends_with_its_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SERPER_API_KEY", "a-key")
     monkeypatch.setenv("RLSYS_SEARCH_TOKEN", "secret")
-    before = set(psutil.Process().children(recursive=True))
     with WebSearch("serper", endpoint="http://127.0.0.1:9", top_k=2).serving(tmp_path) as settings:
         assert (settings["search.token_env"], settings["search.topk"]) == ("RLSYS_SEARCH_TOKEN", 2)
         assert httpx.get(f"{settings['search.url']}/health", timeout=600).status_code == 200
-        started = set(psutil.Process().children(recursive=True)) - before
-        assert started
-    assert not any(process.is_running() for process in started)
+        port = int(settings["search.url"].rpartition(":")[2])
+        (server,) = [
+            process
+            for process in psutil.Process().children()
+            if any(one.laddr and one.laddr.port == port for one in process.net_connections())
+        ]
+    assert not server.is_running()

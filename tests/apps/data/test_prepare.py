@@ -92,15 +92,13 @@ def test_merged_files_hold_every_row_once_with_a_new_index(tmp_path: Path) -> No
     one = prepare_file(jsonl(tmp_path / "a.jsonl", HAMLET, PARIS), "nq", "train", tmp_path / "nq.jsonl")
     two = prepare_file(jsonl(tmp_path / "b.jsonl", PARIS), "hotpotqa", "train", tmp_path / "hotpotqa.jsonl")
     expected = [("nq", "who wrote Hamlet"), ("nq", PARIS["question"]), ("hotpotqa", PARIS["question"])]
-    for seed in (None, 3, 3):
+    shuffled = expected.copy()
+    Random(3).shuffle(shuffled)
+    assert shuffled != expected
+    for seed, order in ((None, expected), (3, shuffled)):
         rows = read_rows(merge([one.path, two.path], tmp_path / "merged.jsonl", seed).path)
         assert [row["extra_info"]["index"] for row in rows] == [0, 1, 2]
-        found = [(row["data_source"], row["question"]) for row in rows]
-        if seed is not None:
-            assert found != expected
-            Random(seed).shuffle(expected)
-        assert found == expected
-        expected = [("nq", "who wrote Hamlet"), ("nq", PARIS["question"]), ("hotpotqa", PARIS["question"])]
+        assert [(row["data_source"], row["question"]) for row in rows] == order
 
 
 @pytest.mark.parametrize(
@@ -238,11 +236,11 @@ def test_a_split_keeps_rows_and_their_order(tmp_path: Path) -> None:
 
 
 def test_chosen_questions_are_held_out_and_removed_from_training(tmp_path: Path) -> None:
-    source = jsonl(tmp_path / "all.jsonl", *(PARIS | {"question": f"q {n}"} for n in range(5)))
-    chosen = jsonl(tmp_path / "chosen.jsonl", PARIS | {"question": " Q  3"}, PARIS)
+    source = jsonl(tmp_path / "all.jsonl", *(PARIS | {"question": f"Q  {n}"} for n in range(5)))
+    chosen = jsonl(tmp_path / "chosen.jsonl", PARIS | {"question": " q 3"}, PARIS)
     train, heldout = tmp_path / "train.jsonl", tmp_path / "heldout.jsonl"
     assert split_file(source, train, heldout, chosen=chosen) == (4, 2)
-    assert [row["question"] for row in read_rows(train)] == ["q 0", "q 1", "q 2", "q 4"]
+    assert [row["question"] for row in read_rows(train)] == ["Q  0", "Q  1", "Q  2", "Q  4"]
     assert heldout.read_text() == chosen.read_text()
     with refused("empty", source):
         split_file(source, train, heldout, chosen=source)
