@@ -5,6 +5,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hypothesis import example, given
@@ -16,12 +17,13 @@ from rlsys.apps.api.arguments import (
     Files,
     compose_settings,
     of_devices,
+    of_reward,
     quoted,
     read_data,
     training_files,
 )
 from rlsys.config.compose import load_config
-from rlsys.data.question import read_questions, search_prompt
+from rlsys.data.question import Question, read_questions, search_prompt
 from rlsys.errors import Code, UserError
 from tests.support.refusals import refused
 
@@ -65,6 +67,34 @@ def test_devices_are_divided_among_the_groups(devices: Any, actor: str, inferenc
     assert (config.trainer.schedule.kind == "sequential") == (config.cluster.mode == "colocated")
 
 
+@pytest.mark.parametrize("devices", [0, True, [0, 0], [-1], ["0"], "gpu"])
+def test_invalid_devices_are_refused(devices: Any) -> None:
+    with refused("out_of_range", "devices"):
+        of_devices(devices)
+
+
+def test_a_reward_may_hold_terms_and_settings() -> None:
+    terms = {"exact_match": 1.0, "format": 0.5, "tests.support.tiny_models.even_tokens": 0.1}
+    given_ = terms | {"structure_score": 0.3, "judge": {"retries": 2}}
+    reward = load_config("searchr1_tiny_cpu", [f"{k}={quoted(v)}" for k, v in of_reward(given_).items()]).reward
+    assert (reward.terms, reward.structure_score, reward.judge.retries) == (terms, 0.3, 2)
+    assert of_reward({"terms": {"f1": 1}}) == {"reward.terms.f1": 1}
+
+
+@pytest.mark.parametrize(
+    ("reward", "code", "key"),
+    [
+        ({"exact_match": "much"}, "unknown", ": exact_match"),
+        ({"judge": 3}, "wrong_type", ": judge"),
+        (["exact_match"], "wrong_type", ""),
+        ({"judge": {"uri": "x"}}, "unknown", ": judge.uri"),
+    ],
+)
+def test_an_invalid_reward_is_refused(reward: Any, code: Code, key: str) -> None:
+    with refused(code, "reward_config" + key):
+        of_reward(reward)
+
+
 HAMLET: dict[str, Any] = {"question": "who wrote Hamlet", "golden_answers": ["Shakespeare"]}
 OWN = {"query": "who wrote Hamlet", "answers": "Shakespeare", "hops": 1}
 SEARCH_R1 = {"prompt": [{"role": "user", "content": "Q?"}], "reward_model": {"ground_truth": {"target": ["A"]}}}
@@ -73,6 +103,32 @@ SEARCH_R1 = {"prompt": [{"role": "user", "content": "Q?"}], "reward_model": {"gr
 def jsonl(path: Path, *rows: Any) -> Path:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
+
+
+def test_questions_survive_being_written_and_read(tmp_path: Path) -> None:
+    given = Question("x:1", "My own prompt", ("a", "b"), "mine", {"hops": 2}, "raw?")
+    (found,) = read_questions(read_data([given], "train_data").path(tmp_path))
+    assert (found.prompt, found.answers, found.data_source, dict(found.extra), found.text) == (
+        given.prompt, given.answers, given.data_source, given.extra, given.text,
+    )  # fmt: skip
+
+
+def test_numpy_values_of_a_data_frame_are_written_as_plain_values(tmp_path: Path) -> None:
+    row = {"question": "who?", "answers": np.array(["a", "b"]), "id": np.int64(3), "score": np.float32(0.5)}
+    path = read_data([row], "train_data").path(tmp_path)
+    assert json.loads(path.read_text()) == {
+        "question": "who?", "golden_answers": ["a", "b"], "id": 3, "score": 0.5,
+    }  # fmt: skip
+
+
+def test_the_same_questions_are_written_to_the_same_file(tmp_path: Path) -> None:
+    rows = [{"question": f"what is {n}", "answers": [str(n)]} for n in range(20)]
+    first = training_files(rows, None, 5, tmp_path)
+    assert training_files(list(rows), None, 5, tmp_path) == first
+    assert training_files(rows[:-1], None, 5, tmp_path).train != first.train
+    asked = [{one.text for one in read_questions(path)} for path in (first.train, first.heldout)]
+    assert first.questions == 15
+    assert (len(asked[0]), len(asked[1]), asked[0] & asked[1]) == (15, 5, set())
 
 
 def test_a_file_in_the_runs_format_is_used_unchanged(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from rlsys.apps.api import EvaluationResult, HttpRetriever, TrainingResult
+from rlsys.apps.api import EvaluationResult, HttpRetriever, TrainingResult, training_result
 from rlsys.apps.api.arguments import RunSettings
 from rlsys.errors import UserError
 from tests.support.damage import DAMAGES, OBJECTS
@@ -73,3 +73,16 @@ def test_an_evaluation_is_read_and_a_missing_figure_is_refused(evaluated: Evalua
         (evaluated.folder / "results.json").write_text(json.dumps({"average": average}))
         with refused("missing", evaluated.folder / "results.json"):
             _ = evaluated.em
+
+
+def test_lasting_settings_of_the_run_are_passed_on_to_its_evaluation(
+    trained: TrainingResult, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[str, ...]] = []
+    monkeypatch.setattr(training_result, "_rlsys", lambda *words: asked.append(words))
+    trained.evaluate(limit=3)
+    assert [word for word in asked[0] if word.startswith("search.")] == [
+        "search.timeout_s=77", "search.url='http://new:2'", "search.topk=3", "search.replicas=[]",
+        "search.token_env=null",
+    ]  # fmt: skip
+    assert "--limit=3" in asked[0]

@@ -9,13 +9,16 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 import pytest
+from huggingface_hub.errors import LocalEntryNotFoundError
 from transformers import GPTNeoXConfig
 
 from rlsys.apps.api import HttpRetriever, SearchR1Trainer
+from rlsys.apps.api.arguments import model_folder
 from rlsys.config.compose import load_config
 from rlsys.config.schema import RunConfig
-from rlsys.errors import Code, RunError
+from rlsys.errors import Code, RunError, UserError
 from tests.support.paths import PROJECT
 from tests.support.refusals import refused
 from tests.support.runs import PATIENT
@@ -90,6 +93,34 @@ def test_a_wrong_argument_is_refused(
 
 def unwanted(*_: Any, **__: Any) -> Any:
     raise AssertionError("something has been started")
+
+
+@pytest.mark.parametrize(("override", "model"), [("actor.lrate=1", "Qwen/Small"), ("trainer.steps=-1", POLICY)])
+def test_wrong_settings_are_refused_before_a_download_or_a_server_start(
+    override: str, model: str | Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", unwanted)
+    monkeypatch.setattr(HttpRetriever, "serving", unwanted)
+    trainer = SearchR1Trainer(
+        model, SERVER, devices="cpu", config="searchr1_tiny_cpu", output_dir=tmp_path, overrides=[override]
+    )
+    with pytest.raises(UserError) as caught:
+        trainer.train(ROWS, batch_size=8)
+    assert override.partition("=")[0] in f"{caught.value.key} {caught.value}"
+
+
+def test_a_model_is_a_folder_or_a_name_on_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def unreachable(*_: object, **__: object) -> str:
+        raise LocalEntryNotFoundError("no network")
+
+    assert model_folder(POLICY) == POLICY
+    with refused("malformed", tmp_path / "no/such"):
+        model_folder(tmp_path / "no/such")
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda name, **_: str(tmp_path / name))
+    assert model_folder("Qwen/Small") == tmp_path / "Qwen/Small"
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", unreachable)
+    with pytest.raises(RunError, match="Qwen/Small"):
+        model_folder("Qwen/Small")
 
 
 def test_a_dead_server_and_an_unknown_model_family_fail_before_the_run_starts(

@@ -21,7 +21,7 @@ from rlsys.apps.chat.conversation import (
 )
 from rlsys.config.schema import TaskConfig
 from rlsys.data.question import Question
-from rlsys.data.trajectory import Trajectory
+from rlsys.data.trajectory import Finish, Trajectory
 from rlsys.rollout.agent.episode import EpisodeTools, run_episode
 from rlsys.rollout.agent.recorder import TurnSampling
 from tests.support.chat import ANSWERS, SEARCHES, FakeSearch, Script, codec, conversation, task
@@ -73,6 +73,25 @@ async def test_events_match_the_episode_that_training_plays(turns: tuple[str, ..
     assert {event.error for event in events if isinstance(event, SearchFinished)} == {failure}
     observed = [event.text for event in events if isinstance(event, ObservationAdded)]
     assert observed == [turn.observation for turn in played.turns if turn.observation]
+
+
+async def test_an_observation_that_fills_the_token_limit_is_reported() -> None:
+    turns = (SEARCHES, ANSWERS)
+    whole, _ = await trained(turns, FakeSearch(), task())
+    tight = task(max_total_tokens=len(whole.inputs[1]) - 3)
+    events = await all_of(conversation(Script(codec(), turns), FakeSearch(), tight))
+    _, played = await trained(turns, FakeSearch(), tight)
+    assert response(events) == played.response
+    assert (played.finish, type(events[-2])) == (Finish.TOKEN_LIMIT, ObservationAdded)
+
+
+async def test_an_episode_ends_at_its_time_limit() -> None:
+    script = Script(codec(), (SEARCHES, ANSWERS), halt_after=8)
+    tools = EpisodeTools(script, FakeSearch(), script.codec, task())
+    asked = Conversation(script, tools, TurnSampling(0.0), lambda text: text, timeout_s=0.1)
+    ended = (await all_of(asked))[-1]
+    assert isinstance(ended, EpisodeEnded)
+    assert (ended.answer, ended.finish) == (None, "time_limit")
 
 
 @pytest.mark.parametrize(

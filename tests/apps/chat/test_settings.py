@@ -9,9 +9,9 @@ import pytest
 from rlsys.apps.chat.chat_settings import ChatOptions, ChatSettings, settings_for_requests, settings_of, template_of
 from rlsys.apps.evaluation.evaluation_inputs import Model
 from rlsys.config.compose import as_dict, load_config
-from rlsys.data.question import search_prompt
+from rlsys.data.question import own_template, search_prompt
 from rlsys.errors import UserError
-from rlsys.rollout.tools.interface import named_tools
+from rlsys.rollout.tools.interface import described, named_tools
 from rlsys.search.index.folder import BM25, write_manifest
 from tests.support.chat import write_rows
 from tests.support.refusals import refused
@@ -69,6 +69,39 @@ def test_settings_come_from_the_models_run_or_its_checkpoint(run: Path, tree: di
     saved = run / "checkpoints" / "global_step_3"
     save(saved / "data", tree, task={"max_turns": 3})
     assert settings_of(Model(saved / "actor", run), ChatOptions()).config.task.max_turns == 3
+
+
+def test_an_own_prompt_equals_that_of_prepared_rows(run: Path, tree: dict[str, Any]) -> None:
+    """Training rows come from `rlsys data prepare own --prompt FILE --tool ...`."""
+    save(run, tree, task={"tools": [CALCULATOR]})
+    for text in ("{tools} Ask: {question}!", "You can calculate. Ask: {question}"):
+        (run / "own.txt").write_text(text)
+        trained = own_template(run / "own.txt", described(named_tools([CALCULATOR])) if "{tools}" in text else "")
+        for question in ("Name a river", " why? "):
+            assert settings(run, prompt=run / "own.txt").prompt(question) == trained(question)
+    (run / "own.txt").write_text("{question} and {question}")
+    with pytest.raises(UserError):
+        settings(run, prompt=run / "own.txt")
+
+
+@pytest.mark.parametrize("agent", ["react", "no_such_module.agent"])
+def test_an_agent_that_a_chat_cannot_show_is_refused_without_importing_it(
+    run: Path, tree: dict[str, Any], agent: str
+) -> None:
+    save(run, tree, task={"agent": {"kind": agent}})
+    with refused("unsupported", "task.agent.kind"):
+        settings(run)
+
+
+def test_unknown_keys_of_another_version_are_left_out_and_reported(run: Path, tree: dict[str, Any]) -> None:
+    tree["search"]["cassette"]["speed"] = 2
+    save(run, tree, task={"speed_limit": 3})
+    found = settings(run)
+    assert found.config.task.max_turns == 7
+    (note,) = (note for note in found.notes if "speed" in note)
+    assert "search.cassette.speed" in note
+    assert "task.speed_limit" in note
+    assert "max_turns" not in note
 
 
 def test_the_config_of_a_foreign_folder_is_not_used(tree: dict[str, Any], tmp_path: Path) -> None:

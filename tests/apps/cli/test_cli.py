@@ -101,6 +101,11 @@ def test_each_kind_of_error_has_its_exit_status(
     assert line.startswith(said)
 
 
+def test_an_unexpected_error_is_raised() -> None:
+    with pytest.raises(ZeroDivisionError):
+        run_command(lambda: 1 / 0)
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupted_run_closes_what_it_opened(number: signal.Signals) -> None:
     closed = []
@@ -156,6 +161,19 @@ def test_an_evaluation_prints_its_table_and_writes_its_files(evaluate: Call, tmp
     results = json.loads((tmp_path / "my out" / "results.json").read_text())
     assert [one["questions"] for one in results["sets"].values()] == [2, 2]
     assert len((tmp_path / "my out" / "answers.jsonl").read_text().splitlines()) == 8
+
+
+@pytest.mark.parametrize(
+    ("flags", "key"),
+    [
+        (("--samples", 3), "eval.samples"),
+        (("--temperature", 1, "compat.sampled_validation=true"), "eval.temperature"),
+    ],
+)
+def test_a_flag_is_validated_like_its_config_key(evaluate: Call, flags: tuple[object, ...], key: str) -> None:
+    status, _, error = evaluate(*flags)
+    assert status == 2
+    assert error.startswith(key)
 
 
 def test_a_failed_evaluation_removes_only_the_folder_it_created(evaluate: Call, tmp_path: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from pathlib import Path
 
 import pytest
@@ -93,3 +95,15 @@ def test_a_refusal_and_a_failure_of_the_driver_end_the_command(run: Path) -> Non
             engines("leave", 9, "--run", run)
         with pytest.raises(RunError, match="engine 1 has died"):
             engines("leave", 1, "--run", run)
+
+
+def test_the_engines_are_listed_as_a_table_or_as_json(run: Path) -> None:
+    inbox = Inbox(run)
+    rows = [{"engine": 0, "state": "serving", "version": 7, "groups": 3}]
+    rows += [{"engine": 12, "state": "starting", "version": None, "groups": 0}]
+    with driver(inbox, lambda request: inbox.end(request, "2 engines.", rows)):
+        assert json.loads(engines("list", "--run", run, "--json")) == rows
+        shown = engines("list", "--run", run)
+    words = [re.findall(r"[\w-]+", line) for line in shown.splitlines()]
+    assert ["0", "serving", "7", "3"] in words
+    assert ["12", "starting", "-", "0"] in words

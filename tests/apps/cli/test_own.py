@@ -1,6 +1,7 @@
 """Tests of `rlsys own`: the commands that run, those that a repeated call skips, and mistakes found before any work."""
 
 import json
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -8,12 +9,13 @@ from pathlib import Path
 import huggingface_hub
 import pytest
 from huggingface_hub.errors import LocalEntryNotFoundError
+from typer import Exit
 from typer.testing import CliRunner
 
 from rlsys.apps.cli.main import app
-from rlsys.apps.cli.own import OwnOptions, Words, commands
+from rlsys.apps.cli.own import OwnOptions, Words, _run, commands
 from rlsys.config.compose import load_config
-from rlsys.errors import UserError
+from rlsys.errors import Interrupted, RunError, UserError
 from rlsys.observe.status import Progress
 from rlsys.orchestrator.run_logger import RunLogger
 from tests.support.jsonl import read_rows
@@ -129,6 +131,42 @@ def test_an_interrupted_run_continues_and_is_evaluated_again_after_more_steps(wo
         asked.append(Path(done[5][done[5].index("--out") + 1]))
     assert asked[0].parent == asked[1].parent, "one run, which was continued"
     assert [folder.name.rpartition("-")[0][-1] for folder in asked] == ["2", "4"], "the steps of each checkpoint"
+
+
+def test_other_documents_or_questions_start_another_training(world: World) -> None:
+    def more_questions() -> None:
+        world.questions.write_text("question,answer\n" + "".join(f"who is {n}?,{n}\n" for n in range(9)))
+
+    runs = []
+    for change in (lambda: None, lambda: (world.docs / "b.txt").write_text("Mali: capital Bamako."), more_questions):
+        change()
+        done = world.run(world.wish())
+        assert names(done)[4:] == ["train", "eval", "report"]
+        runs.append(done[-1])
+        assert names(world.run(world.wish()))[4:] == ["report"], "the unchanged is not done again"
+    assert len(set(runs)) == 3
+
+
+def test_other_settings_are_trained_and_evaluated_again(world: World) -> None:
+    asked = []
+    for overrides in ((), ("eval.limit=3",)):
+        done = world.run(world.wish(overrides=overrides))
+        assert names(done)[4:] == ["train", "eval", "report"]
+        asked.append(done[5][done[5].index("--out") + 1])
+    assert len(set(asked)) == 2
+
+
+@pytest.mark.parametrize(("status", "kind"), [(1, RunError), (2, Exit), (130, Interrupted), (-9, RunError)])
+def test_a_failed_command_ends_the_sequence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, status: int, kind: type[Exception]
+) -> None:
+    program = tmp_path / "program"
+    program.write_text("#!/bin/sh\n" + (f"exit {status}\n" if status > 0 else f"kill {status} $$\n"))
+    program.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(program))
+    with pytest.raises(kind) as ended:
+        _run(("report", "nowhere"))
+    assert kind is not Exit or ended.value.exit_code == status  # type: ignore[attr-defined]
 
 
 def test_own_heldout_questions_prompt_and_tools_are_passed_on(world: World, tmp_path: Path) -> None:

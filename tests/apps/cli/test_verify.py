@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 
@@ -69,4 +70,14 @@ def test_other_dtypes_and_missing_tensors_are_named(tmp_path: Path) -> None:
     verdict = verify(model, make_model(tmp_path / "tied", "qwen2-tied"))
     assert TensorDifference("lm_head.weight", "present", "yes", "-") in verdict.differences
     assert verdict.logits is None
+    assert verdict.note
+
+
+def test_too_little_memory_skips_the_logits_with_a_note(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make_model(tmp_path / "model")
+    free = psutil.virtual_memory()._replace(available=1000)
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: free)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    verdict = verify(model, model)
+    assert (verdict.same, verdict.logits) == (True, None)
     assert verdict.note

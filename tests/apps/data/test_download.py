@@ -1,13 +1,15 @@
 """Tests of downloads from a local server that speaks the Hub's protocol, with dropped, corrupted and changed files."""
 
+import fcntl
 import random
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from rlsys.apps.data.download import Downloader, Hub, Target
+from rlsys.apps.data.download import Downloader, Hub, Target, require_space
 from rlsys.errors import Code, RunError
 from tests.support.fake_hub import TOKEN, FakeHub, running
 from tests.support.refusals import refused
@@ -61,6 +63,15 @@ def test_pieces_are_joined_and_checked(fake: FakeHub, bench: DownloadBench) -> N
     assert fake.authorised == [True, True]
 
 
+def test_small_files_are_checked_by_their_git_checksum(fake: FakeHub, bench: DownloadBench) -> None:
+    target = Target("docs/README.md", bench.hub.find("a/set", ["README.md"]))
+    assert bench.downloader.fetch(target, bench.advance).read_bytes() == b"small"
+    (bench.folder / "docs" / "README.md").unlink()
+    fake.files["a/set/README.md"] = b"smell"
+    with pytest.raises(RunError, match="README"):
+        bench.downloader.fetch(target, bench.advance)
+
+
 def test_a_download_continues_after_a_dropped_connection(fake: FakeHub, bench: DownloadBench) -> None:
     fake.faults = [100, 200, None, 400]
     assert bench.fetch() == WHOLE
@@ -91,6 +102,22 @@ def test_a_corrupted_body_or_wrong_range_is_downloaded_again(
     assert bench.told == 4000
 
 
+def test_a_body_that_is_corrupted_twice_is_given_up(fake: FakeHub, bench: DownloadBench) -> None:
+    fake.faults = ["corrupt"] * 2
+    with pytest.raises(RunError, match="part_aa"):
+        bench.fetch()
+    assert (len(fake.asked), bench.path.exists()) == (2, False)
+    assert bench.downloader.missing(bench.target) == 4000
+    assert bench.fetch() == WHOLE
+
+
+def test_a_forbidden_file_is_not_tried_again(fake: FakeHub, bench: DownloadBench) -> None:
+    fake.faults = ["403"]
+    with refused("denied", bench.target.pieces[0].url):
+        bench.fetch()
+    assert (len(fake.asked), bench.waits) == (1, [])
+
+
 @pytest.mark.parametrize("content", [WHOLE[:-1], b"!" + WHOLE[1:]])
 def test_an_existing_file_is_checked_and_not_overwritten(fake: FakeHub, bench: DownloadBench, content: bytes) -> None:
     bench.folder.mkdir()
@@ -101,6 +128,25 @@ def test_an_existing_file_is_checked_and_not_overwritten(fake: FakeHub, bench: D
     bench.path.write_bytes(WHOLE)
     assert bench.fetch() == WHOLE
     assert fake.asked == []
+
+
+def test_a_second_download_to_a_folder_is_refused(fake: FakeHub, bench: DownloadBench) -> None:
+    (bench.folder / ".downloads").mkdir(parents=True)
+    with (bench.folder / ".downloads" / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with pytest.raises(RunError, match="save here"):
+            bench.fetch()
+    assert fake.asked == []
+    assert bench.fetch() == WHOLE
+
+
+def test_too_little_space_and_an_unwritable_folder_are_refused(tmp_path: Path, bench: DownloadBench) -> None:
+    require_space(tmp_path / "not" / "there yet", 1)
+    with refused("no_room", tmp_path / "not"):
+        require_space(tmp_path / "not", 10**18)
+    bench.folder.write_text("a file")
+    with refused("denied", bench.folder):
+        bench.fetch()
 
 
 @pytest.mark.parametrize(
@@ -118,3 +164,18 @@ def test_an_unknown_data_set_file_or_revision_is_refused(
     with refused(code) as caught:
         bench.hub.find(dataset, [pattern], revision)
     assert caught.value.key.startswith(dataset)
+
+
+def test_gated_sets_and_missing_checksums_are_refused(
+    fake: FakeHub, bench: DownloadBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def gate(self: Any, *_: str) -> None:
+        self._answer(401, headers={"X-Error-Code": "GatedRepo", "X-Error-Message": "gated"})
+
+    with monkeypatch.context() as patch:
+        patch.setattr("tests.support.fake_hub._Handler._resolve", gate)
+        with refused("denied", "a/set"):
+            bench.hub.find("a/set", ["part_aa"])
+    monkeypatch.setattr(fake, "checksum", lambda _: "none")
+    with refused("malformed"):
+        bench.hub.find("a/set", ["part_aa"])

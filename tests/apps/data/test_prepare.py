@@ -1,8 +1,10 @@
 """Tests of preparing questions: conversion, merging, prompts with tools, and the split into training and held-out."""
 
+import functools
 import hashlib
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -15,9 +17,12 @@ from pyarrow import parquet
 from typer.testing import CliRunner
 
 from rlsys.apps.cli.data import app
-from rlsys.apps.data.prepare import prepare_file, split, split_file
-from rlsys.data.question import read_questions
-from rlsys.errors import UserError
+from rlsys.apps.data.download import Hub
+from rlsys.apps.data.prepare import REPOSITORY, SETS, merge, prepare_file, split, split_file
+from rlsys.data.question import read_questions, search_prompt
+from rlsys.errors import Code, UserError
+from rlsys.rollout.tools.interface import described, named_tools
+from tests.support.fake_hub import FakeHub, running
 from tests.support.jsonl import read_rows
 from tests.support.refusals import refused
 
@@ -76,6 +81,53 @@ def test_own_files_of_every_format_give_the_same_questions(kind: str, tmp_path: 
     ]  # fmt: skip
 
 
+def test_field_names_can_be_given(tmp_path: Path) -> None:
+    file = jsonl(tmp_path / "mine.jsonl", {"q": "Who?", "question": "no", "gold": ["me", "I"], "answer": "no"})
+    made = prepare_file(file, "mine", "train", tmp_path / "out.jsonl", question="q", answers="gold")
+    (found,) = read_questions(made.path)
+    assert (found.text, found.answers) == ("Who?", ("me", "I"))
+
+
+def test_merged_files_hold_every_row_once_with_a_new_index(tmp_path: Path) -> None:
+    one = prepare_file(jsonl(tmp_path / "a.jsonl", HAMLET, PARIS), "nq", "train", tmp_path / "nq.jsonl")
+    two = prepare_file(jsonl(tmp_path / "b.jsonl", PARIS), "hotpotqa", "train", tmp_path / "hotpotqa.jsonl")
+    expected = [("nq", "who wrote Hamlet"), ("nq", PARIS["question"]), ("hotpotqa", PARIS["question"])]
+    shuffled = expected.copy()
+    Random(3).shuffle(shuffled)
+    assert shuffled != expected
+    for seed, order in ((None, expected), (3, shuffled)):
+        rows = read_rows(merge([one.path, two.path], tmp_path / "merged.jsonl", seed).path)
+        assert [row["extra_info"]["index"] for row in rows] == [0, 1, 2]
+        assert [(row["data_source"], row["question"]) for row in rows] == order
+
+
+@pytest.mark.parametrize(
+    ("write", "code", "key"),
+    [
+        (lambda here: prepare_file(here / "a.jsonl", "nq", "test", here / "a.jsonl"), "conflict", "a.jsonl"),
+        (lambda here: merge([here / "b.jsonl", here / "a.jsonl"], here / "a.jsonl", None), "conflict", "a.jsonl"),
+        (lambda here: split_file(here / "a.jsonl", here / "a.jsonl", here / "h.jsonl", 1), "conflict", "a.jsonl"),
+        (lambda here: split_file(here / "a.jsonl", here / "t.jsonl", here / "a.jsonl", 1), "conflict", "a.jsonl"),
+        (
+            lambda here: split_file(here / "a.jsonl", here / "t.jsonl", here / "b.jsonl", chosen=here / "b.jsonl"),
+            "conflict",
+            "b.jsonl",
+        ),
+        (lambda here: split_file(here / "a.jsonl", here / "t.jsonl", here / "t.jsonl", 1), "conflict", "t.jsonl"),
+        (lambda here: split_file(here / "a.jsonl", here / "t.csv", here / "h.jsonl", 1), "unsupported", "t.csv"),
+    ],
+)
+def test_no_source_is_overwritten_and_no_two_outputs_are_one_file(
+    tmp_path: Path, write: Callable[[Path], object], code: Code, key: str
+) -> None:
+    for source in ("a.jsonl", "b.jsonl"):
+        jsonl(tmp_path / source, HAMLET, PARIS)
+    before = {file: file.read_bytes() for file in tmp_path.iterdir()}
+    with refused(code, tmp_path / key):
+        write(tmp_path)
+    assert {file: file.read_bytes() for file in tmp_path.iterdir()} == before
+
+
 def prepare(*arguments: object) -> Any:
     return CliRunner().invoke(app, ["prepare", *map(str, arguments)])
 
@@ -93,6 +145,16 @@ def test_the_command_finds_local_files_in_the_layout_of_the_hub(tmp_path: Path) 
         raise prepare("popqa", "--from", tmp_path / "flashrag", "--out", tmp_path).exception
 
 
+def test_without_local_files_the_hub_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    content = (json.dumps(PARIS) + "\n").encode()
+    with running(FakeHub({f"{REPOSITORY}/{name}/{one.evaluated}.jsonl": content for name, one in SETS.items()})) as hub:
+        monkeypatch.setattr("rlsys.apps.data.download.Hub", functools.partial(Hub, endpoint=hub.url))
+        done = prepare("all", "--out", tmp_path)
+    assert done.exit_code == 0, done.output
+    for name, one in SETS.items():
+        assert [q.data_source for q in read_questions(tmp_path / name / f"{one.evaluated}.jsonl")] == [name]
+
+
 CALCULATOR = "rlsys.rollout.tools.calculator.Calculator"
 
 
@@ -103,6 +165,15 @@ def own(tmp_path: Path, *arguments: object) -> list[str]:
     if done.exception:
         raise done.exception
     return [one.prompt for one in read_questions(out)]
+
+
+def test_a_tool_is_described_after_the_search_or_in_its_place(tmp_path: Path) -> None:
+    said = described(named_tools([CALCULATOR]))
+    before, after = search_prompt("who wrote Hamlet").split("If you find no")
+    assert own(tmp_path, "--tool", CALCULATOR)[0] == f"{before}{said} If you find no{after}"
+    alone = own(tmp_path, "--tool", CALCULATOR, "--no-search")[0]
+    assert "search" not in alone
+    assert f"every time you get new information. {said} If you find no" in alone
 
 
 @pytest.mark.parametrize(
@@ -143,6 +214,17 @@ def test_equal_questions_are_on_the_same_side_in_any_order(texts: list[str], see
     assert split([text for text, _ in pairs], count, seed, "x") == [side for _, side in pairs]
 
 
+@pytest.mark.parametrize(("many", "held"), [(2, 1), (40, 4), (9000, 500)])
+def test_a_tenth_and_at_most_500_questions_are_held_out(many: int, held: int) -> None:
+    assert sum(split([f"question {number}" for number in range(many)], None, 0, "x")) == held
+
+
+@pytest.mark.parametrize(("texts", "count"), [(["a"], None), (["a", " A "], None), (["a", "b"], 2), (["a", "b"], 0)])
+def test_a_side_without_questions_is_refused(texts: list[str], count: int | None) -> None:
+    with refused("out_of_range", "mine.jsonl"):
+        split(texts, count, 0, "mine.jsonl")
+
+
 def test_a_split_keeps_rows_and_their_order(tmp_path: Path) -> None:
     rows = [{"question": f"Wer ist {n}?", "golden_answers": ["ö"], "more": {"n": n}} for n in range(10)]
     source = jsonl(tmp_path / "all.jsonl", *rows)
@@ -151,3 +233,14 @@ def test_a_split_keeps_rows_and_their_order(tmp_path: Path) -> None:
     parts = [read_rows(file) for file in (train, heldout)]
     assert all(part == [row for row in rows if row in part] for part in parts), "the order is kept"
     assert sorted((*parts[0], *parts[1]), key=str) == sorted(rows, key=str)
+
+
+def test_chosen_questions_are_held_out_and_removed_from_training(tmp_path: Path) -> None:
+    source = jsonl(tmp_path / "all.jsonl", *(PARIS | {"question": f"Q  {n}"} for n in range(5)))
+    chosen = jsonl(tmp_path / "chosen.jsonl", PARIS | {"question": " q 3"}, PARIS)
+    train, heldout = tmp_path / "train.jsonl", tmp_path / "heldout.jsonl"
+    assert split_file(source, train, heldout, chosen=chosen) == (4, 2)
+    assert [row["question"] for row in read_rows(train)] == ["Q  0", "Q  1", "Q  2", "Q  4"]
+    assert heldout.read_text() == chosen.read_text()
+    with refused("empty", source):
+        split_file(source, train, heldout, chosen=source)

@@ -15,6 +15,7 @@ from rlsys.apps.evaluation.execution import (
     prompted,
     require_sglang_model,
     run_evaluation,
+    settings_for,
     with_passages,
 )
 from rlsys.config.compose import load_config
@@ -26,8 +27,9 @@ from rlsys.config.schema import (
     SglangConfig,
     TagsConfig,
     TaskConfig,
+    TransformersConfig,
 )
-from rlsys.data.question import Question
+from rlsys.data.question import Question, search_prompt
 from rlsys.errors import RunError, root_cause
 from rlsys.rollout.agent.tokens import Codec
 from rlsys.rollout.tools.interface import named_tools
@@ -40,6 +42,16 @@ from tests.support.tiny import Search, search_server
 from tests.support.tiny_models import POLICY, tiny_model
 
 QUESTION = Question("q:1", "a row's own prompt", ("x",), text="  who wrote {this} <b>  ")
+
+
+def test_the_search_loop_has_own_prompts_or_those_of_search_r1() -> None:
+    config = RunConfig()
+    assert prompted(Baseline.none, QUESTION, TagsConfig()) is QUESTION
+    assert limits_of(Baseline.none, config) is config
+    assert prompted(Baseline.search, QUESTION, TagsConfig()).prompt == search_prompt(QUESTION.text)
+    limited = limits_of(Baseline.search, config)
+    assert limited.task.max_turns == config.task.max_turns > 0
+    assert limited.rollout.sampling.stop == config.rollout.sampling.stop
 
 
 @pytest.mark.parametrize("baseline", [Baseline.direct, Baseline.cot, Baseline.rag])
@@ -123,6 +135,19 @@ async def test_engine_of_ones_own_that_cannot_run_is_refused(config: RunConfig) 
 
 def with_dtype(config: RunConfig, dtype: Dtype) -> RunConfig:
     return replace(config, rollout=replace(config.rollout, engine=replace(config.rollout.engine, dtype=dtype)))
+
+
+def test_an_engine_has_the_settings_of_the_run_where_it_has_the_keys(config: RunConfig) -> None:
+    assert settings_for(config, "sglang") is config.rollout.engine
+    own = settings_for(config, OWN)
+    assert (own.kind, own.dtype, own.max_running) == (OWN, Dtype.float32, config.rollout.engine.max_running)
+    plain, common = settings_for(config, "transformers"), config.rollout.engine
+    assert plain == TransformersConfig(
+        dtype=config.model.dtype, max_running=common.max_running, stall_timeout_s=common.stall_timeout_s
+    )
+    config.rollout.engine = TransformersConfig(dtype=Dtype.float32, max_running=7, start_timeout_s=9.0)
+    fast = settings_for(config, "sglang")
+    assert fast == SglangConfig(dtype=Dtype.float32, max_running=7, start_timeout_s=9.0)
 
 
 def test_a_model_that_sglang_would_compute_wrongly_is_refused(config: RunConfig, tmp_path: Path) -> None:

@@ -39,7 +39,7 @@ from tests.support.answers import SEARCH, answered, asked, turn
 from tests.support.jsonl import read_rows
 from tests.support.refusals import refused
 from tests.support.trajectories import trajectory
-from tests.support.written_episodes import episode, question
+from tests.support.written_episodes import episode, question, task_of
 
 QUESTIONS = [
     Question("q:1", "?", ("The Nile", "Nil"), extra={"hops": 1}),
@@ -102,6 +102,21 @@ async def test_answers_keep_the_order_of_questions_within_the_concurrency() -> N
     assert said == [f"evaluates {number}/4 questions" for number in (0, 1, 2, 3, 4)]
 
 
+async def test_every_question_is_asked_for_each_sample_and_every_answer_noted() -> None:
+    calls: list[tuple[str, int, float]] = []
+    noted: list[Answered] = []
+
+    async def drawn(question: Question, sample: int, temperature: float) -> Trajectory:
+        calls.append((question.uid, sample, temperature))
+        return EPISODES[question.uid]
+
+    evaluation = await evaluate(QUESTIONS[:2], drawn, 8, samples=3, temperature=0.5, note=noted.append)
+    assert calls == [(uid, sample, 0.5) for uid in ("q:1", "q:2") for sample in range(3)]
+    assert [(one.question.uid, one.trajectory) for one in noted] == [(uid, EPISODES[uid]) for uid, _, _ in calls]
+    assert evaluation.row()["questions"] == 2
+    assert [len(answers) for answers in evaluation.by_question.values()] == [3, 3]
+
+
 FIRST = [
     answered(asked(1, "Nile", hops=1), "the Nile", 0, SEARCH),
     answered(asked(2, "Nile", hops=2), "River Nile", 0, SEARCH, SEARCH),
@@ -155,6 +170,22 @@ def test_the_last_partial_batch_is_left_out_only_under_the_quirk(tmp_path: Path)
         assert len(heldout_questions(config(file, validation_batch=batch))) == asked_for
     with refused("conflict", "compat.validation_batch"):
         heldout_questions(config(file, validation_batch=8))
+
+
+@pytest.mark.parametrize(
+    ("written", "gold", "plain", "quirky"),
+    [
+        ("<answer>Bamako</answer>", "Bamako", 1.0, 1.0),
+        ("I do not know.", "Beijing", 0.0, 1.0),
+        ("<answer>Bamako</answer>", "Beijing", 0.0, 0.0),
+    ],
+)
+def test_the_prompts_example_counts_only_under_the_quirk(written: str, gold: str, plain: float, quirky: float) -> None:
+    """`answer_over_prompt` reads the whole text, so an episode without an answer gets the prompt's example answer."""
+    prompt = "put it between <answer> and </answer>, like <answer> Beijing </answer>. Question: ...?"
+    about, done = question(gold, prompt=prompt), episode(written, task=task_of(max_turns=0))
+    assert heldout_score(config())(done, about).em == plain
+    assert heldout_score(config(answer_over_prompt=True))(done, about).em == quirky
 
 
 def test_held_out_questions_of_sources_are_reported_by_source(tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 """Tests of an evaluation's inputs: question sets, models, checkpoints, and config problems that prevent it."""
 
 import json
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 
 import pytest
@@ -19,12 +19,14 @@ from rlsys.apps.evaluation.evaluation_inputs import (
 )
 from rlsys.config.compose import load_config
 from rlsys.config.schema import RunConfig
-from rlsys.errors import UserError
+from rlsys.errors import RunError, UserError
 from rlsys.weights.checkpoint.store import CheckpointStore
-from rlsys.weights.convert.conversion import hf_to_megatron
+from rlsys.weights.convert.conversion import hf_to_megatron, megatron_to_hf
 from tests.support.hf_models import assert_same_tensors
 from tests.support.refusals import refused
 from tests.support.tiny_models import POLICY
+
+DEAD = "http://127.0.0.1:9"
 
 
 def write_set(file: Path, *sources: str) -> Path:
@@ -57,6 +59,14 @@ def test_missing_unknown_and_repeated_sets_are_refused(tmp_path: Path) -> None:
         find_sources(["nq", str(file)], tmp_path)
 
 
+def test_questions_of_files_with_the_same_name_have_different_ids(tmp_path: Path) -> None:
+    write_set(tmp_path / "nq" / "test.jsonl", "nq", "nq")
+    write_set(tmp_path / "popqa" / "test.jsonl", "popqa", "")
+    questions = questions_of(find_sources(["nq", "popqa"], tmp_path), RunConfig())
+    assert [one.uid for one in questions] == ["nq/test:1", "nq/test:2", "popqa/test:1", "popqa/test:2"]
+    assert [one.data_source for one in questions] == ["nq", "nq", "popqa", "popqa"]
+
+
 def hf_folder(path: Path) -> Path:
     path.mkdir(parents=True)
     (path / "config.json").write_text("{}")
@@ -87,6 +97,13 @@ def test_the_original_model_is_read_from_the_runs_config(saved: Path, tmp_path: 
     assert find(saved, other).original == other
 
 
+def test_an_incomplete_checkpoint_is_refused(saved: Path) -> None:
+    (saved / "actor" / "shard.bin").write_bytes(b"123")
+    for folder in (saved / "actor", saved):
+        with pytest.raises(UserError, match=r"shard\.bin"):
+            find(folder)
+
+
 def test_a_missing_or_superfluous_original_is_refused(saved: Path, tmp_path: Path) -> None:
     bare, original = tmp_path / "bare", tmp_path / "original"
     bare.mkdir()
@@ -113,6 +130,26 @@ def test_a_checkpoint_is_converted_temporarily(tmp_path: Path) -> None:
         assert (path / "tokenizer.json").is_file()
         raise ZeroDivisionError
     assert list(work.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("kinds", "speaks"), [('["GPT2LMHeadModel"]', True), ("null", True), ('["BertForMaskedLM"]', False), ("3", False)]
+)
+def test_a_model_without_a_language_model_head_is_refused(tmp_path: Path, kinds: str, speaks: bool) -> None:
+    folder = hf_folder(tmp_path / "model")
+    (folder / "config.json").write_text(f'{{"architectures": {kinds}}}')
+    with nullcontext() if speaks else refused("unsupported", folder), as_hf(find(folder), tmp_path) as path:
+        assert path == folder
+
+
+def test_a_critic_is_refused_as_a_policy(tmp_path: Path) -> None:
+    """Any engine would load it, with a random output layer."""
+    hf_to_megatron(POLICY, tmp_path / "critic", values=True, processes=1)
+    megatron_to_hf(tmp_path / "critic", tmp_path / "hf", POLICY, processes=1)
+    (tmp_path / "work").mkdir()
+    for folder in (tmp_path / "critic", tmp_path / "hf"):
+        with refused("mismatch", folder), as_hf(find(folder), tmp_path / "work"):
+            pass
 
 
 @pytest.fixture
@@ -165,3 +202,12 @@ async def test_all_relevant_problems_are_reported_at_once(own: str) -> None:
     off = config_of("search.enabled=false", "task.agent.invalid_message=no")
     assert await problems_of(off, own, baseline=Baseline.search) == ["--baseline"]
     await want(off, own, baseline=Baseline.none)
+
+
+async def test_the_server_is_checked_after_the_settings(own: str) -> None:
+    with pytest.raises(RunError, match=DEAD):
+        await want(config_of(f"search.url={DEAD}"), own, baseline=Baseline.search)
+    wrong = config_of(f"search.url={DEAD}", "search.topk=0")
+    assert await problems_of(wrong, own, baseline=Baseline.rag) == ["search.topk=0"]
+    with pytest.raises(UserError, match=DEAD):
+        await want(config_of(f"search.url={DEAD}", "eval.samples=4"), own, baseline=Baseline.rag)

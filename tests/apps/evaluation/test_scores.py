@@ -4,10 +4,11 @@ from itertools import combinations, product
 from math import comb
 from statistics import fmean
 
+import numpy as np
 import pytest
 from scipy import stats
 
-from rlsys.orchestrator.evaluation.scores import mean_of, pass_at, scores_of, wilson
+from rlsys.orchestrator.evaluation.scores import bootstrap, mean_of, pass_at, scores_of, wilson
 
 
 @pytest.mark.parametrize(
@@ -29,6 +30,17 @@ def test_wilson_equals_scipy(right: int, asked: int) -> None:
     expected = stats.binomtest(right, asked).proportion_ci(method="wilson")
     got = wilson(right, asked)
     assert (got.mean, got.low, got.high) == pytest.approx((right / asked, expected.low, expected.high), abs=1e-12)
+
+
+def test_bootstrap_is_close_to_scipy_and_deterministic() -> None:
+    values = np.random.default_rng(3).beta(0.5, 0.7, size=300).tolist()
+    expected = stats.bootstrap(
+        (values,), np.mean, method="percentile", n_resamples=2000, rng=np.random.default_rng(1)
+    ).confidence_interval
+    got = bootstrap(values)
+    assert got.mean == pytest.approx(fmean(values))
+    assert (got.low, got.high) == pytest.approx((expected.low, expected.high), abs=0.006)
+    assert bootstrap(values) == got
 
 
 def test_the_interval_of_a_mean_of_two_sets_covers_95_percent() -> None:
