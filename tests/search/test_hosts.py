@@ -11,6 +11,7 @@ from starlette.types import ASGIApp
 
 from rlsys.search.address import bind, is_inner, is_trusted, own_names
 from rlsys.search.server import command
+from tests.support.refusals import refused
 
 from .gated import Gated, in_process
 
@@ -96,6 +97,16 @@ async def test_a_public_bind_accepts_internal_names_and_warns_without_a_token(
         for name, status in statuses.items():
             assert (await client.get("/openapi.json", headers={"Host": name})).status_code == status, name
     assert len(warnings) == (host == "0.0.0.0")
+
+
+def test_a_taken_port_and_a_wrong_port_are_refused() -> None:
+    with bind("127.0.0.1", 0) as taken:
+        taken.listen()
+        port = taken.getsockname()[1]
+        with refused("in_use", f"127.0.0.1:{port}"):
+            bind("127.0.0.1", port)
+    with refused("out_of_range", "127.0.0.1:70000"):
+        bind("127.0.0.1", 70_000)
 
 
 async def test_server_of_asyncio_sends_small_packets_at_once() -> None:

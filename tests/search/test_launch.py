@@ -15,9 +15,12 @@ import psutil
 import pytest
 import requests
 
-from rlsys.errors import RunError
+from rlsys.errors import Code, RunError
 from rlsys.search.address import TOKEN_VARIABLE
-from rlsys.search.server.command import read_token
+from rlsys.search.corpus import PageStore
+from rlsys.search.server import command
+from rlsys.search.server.command import Parts, read_token, serve_index
+from rlsys.search.server.contract import ServerLimits
 from tests.support.ports import free_port
 from tests.support.processes import is_gone
 from tests.support.refusals import refused
@@ -130,6 +133,57 @@ def test_a_hanging_search_is_ended_with_the_server() -> None:
 
 
 # ---- the command
+
+
+def test_flags_reach_the_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened: list[tuple[Path, dict[str, Any]]] = []
+    served: list[tuple[Parts, dict[str, Any]]] = []
+    monkeypatch.setattr(command, "open_retriever", lambda folder, **options: opened.append((folder, options)))
+    monkeypatch.setattr(command, "serve_parts", lambda load, **settings: served.append((load(), settings)))
+    monkeypatch.setenv(TOKEN_VARIABLE, "s3cret")
+    pages = tmp_path / "pages.jsonl"
+    pages.write_text('{"url": "https://a.example/", "contents": "a page"}\n')
+    flags = "--topk 1 --max-topk 2000 --cache-entries 0 --port 7 --host ::1 --allowed-host a --allowed-host b"
+    assert serve_index([str(tmp_path), "--pages", str(pages), *flags.split(), "--nprobe", "9", "--mmap"]) == 0
+    ((parts, settings),) = served
+    assert settings == {
+        "name": str(tmp_path),
+        "limits": ServerLimits(max_topk=2000, cache_entries=0),
+        "token": "s3cret",
+        "allowed_hosts": ["a", "b"],
+        **{"host": "::1", "port": 7, "topk": 1, "with_mcp": False, "listener": None},
+    }
+    assert isinstance(parts.pages, PageStore)
+    ((folder, options),) = opened
+    assert folder == tmp_path
+    # The depth of the search is the largest topk that a client may ask for.
+    given = {"own_process": True, "nprobe": 9, "mmap": True, "depth": 2000}
+    assert {key: value for key, value in options.items() if value is not None} == given
+
+
+@pytest.mark.parametrize(
+    ("flags", "code", "key"),
+    [
+        (["FILE"], "missing", "--corpus"),
+        (["FILE", "--corpus", "passages.jsonl"], "missing", "--encoder"),
+        (["FILE", "--kind", "a.b"], "conflict", "--kind"),
+        (["FOLDER", "--corpus", "passages.jsonl"], "conflict", "--corpus"),
+        (["FOLDER", "--pooling", "cls"], "conflict", "--pooling"),
+        (["FOLDER", "--topk", "0"], "out_of_range", "topk"),
+        (["FOLDER", "--topk", "101"], "out_of_range", "topk"),
+        (["FOLDER", "--threads", "0"], "out_of_range", "--threads"),
+        (["FOLDER", "--request-timeout-s=nan"], "out_of_range", "request_timeout_s"),
+        (["FOLDER", "--request-timeout-s=inf"], "out_of_range", "request_timeout_s"),
+    ],
+)
+def test_wrong_flags_are_refused(
+    flags: list[str], code: Code, key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(signal, "signal", lambda *_: None)  # leaves pytest its handlers
+    (tmp_path / "index.faiss").touch()
+    paths = {"FILE": str(tmp_path / "index.faiss"), "FOLDER": str(tmp_path)}
+    with refused(code, key):
+        serve_index([*(paths.get(flag, flag) for flag in flags), "--port", "0"])
 
 
 def test_a_token_comes_from_a_file_or_the_environment(tmp_path: Path) -> None:

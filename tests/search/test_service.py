@@ -54,6 +54,18 @@ async def test_one_batch_is_prepared_while_another_is_searched() -> None:
     assert gated.threads == {"prepare_0", "find_0"}, "the event loop computes nothing"
 
 
+async def test_as_many_searches_run_at_once_as_the_retriever_allows() -> None:
+    gated = Gated(parallel=3, find_open=False)
+    async with in_process(gated, ServerLimits(max_batch=1)) as client:
+        tasks = [ask(client, query) for query in "abcdef"]
+        await until(lambda: len(gated.found) == 3)
+        await until(lambda: len(gated.seen) == 4)
+        await pending(client, 2)
+        assert (len(gated.found), len(gated.seen)) == (3, 4)
+        gated.may_find.set()
+        assert [ids(answer)[0][0] for answer in await asyncio.gather(*tasks)] == [f"{q}/0" for q in "abcdef"]
+
+
 async def test_requests_during_a_search_share_the_next_one() -> None:
     gated = Gated(prepare_open=False)
     async with in_process(gated, ServerLimits()) as client:
@@ -88,6 +100,18 @@ async def test_a_full_queue_answers_429_and_recovers() -> None:
         assert (await ask(client, "d")).status_code == 200
 
 
+async def test_too_many_requests_get_429_before_they_are_read() -> None:
+    gated = Gated(prepare_open=False)
+    async with in_process(gated, ServerLimits(max_requests=1)) as client:
+        first = ask(client, "a")
+        await until(lambda: len(gated.seen) == 1)
+        refused = await client.post("/retrieve", content=b"never parsed")
+        assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
+        assert (await client.get("/health")).json()["status"] == "ok"
+        gated.may_prepare.set()
+        assert (await first).status_code == 200
+
+
 async def test_large_bodies_share_a_memory_limit_and_small_ones_are_exempt() -> None:
     large = "x" * 2 * SMALL_BODY_BYTES
     limits = ServerLimits(max_body_bytes=3 * SMALL_BODY_BYTES, max_query_chars=1 + len(large), max_batch=1)
@@ -107,6 +131,34 @@ async def test_large_bodies_share_a_memory_limit_and_small_ones_are_exempt() -> 
             assert (await client.post("/retrieve", content=b"[" * len(large))).status_code == 400
             too_large = await client.post("/retrieve", content=b" " * 4 * SMALL_BODY_BYTES)
             assert too_large.status_code == 413
+
+
+@pytest.mark.parametrize(("values", "status"), [(10, 200), (11, 422)])
+async def test_the_values_of_a_body_are_limited(values: int, status: int) -> None:
+    """An object, its field, a list and its texts count as values; JSON syntax within a text does not."""
+    texts = [*map(str, range(values - 4)), '", [{1, 2}], \\"']
+    async with in_process(Gated(), ServerLimits(max_values=10)) as client:
+        assert (await ask(client, *texts)).status_code == status
+
+
+@pytest.mark.parametrize(
+    ("path", "headers", "status"),
+    [
+        ("/access", {}, 404),
+        ("/rerank", {}, 404),
+        ("/retrieve", {}, 200),
+        ("/retrieve", {"Content-Type": "application/json; charset=utf-8"}, 200),
+        ("/retrieve", {"Content-Type": "application/x-www-form-urlencoded"}, 415),
+        ("/retrieve", {"Content-Encoding": "identity"}, 200),
+        ("/retrieve", {"Content-Encoding": "gzip"}, 415),
+    ],
+)
+async def test_what_is_not_loaded_gets_404_and_what_is_not_plain_json_415(
+    path: str, headers: dict[str, str], status: int
+) -> None:
+    async with in_process(Gated()) as client:
+        answer = await client.post(path, content=b'{"queries": ["a"]}', headers=headers)
+    assert answer.status_code == status
 
 
 async def test_a_request_that_takes_too_long_gets_503_and_is_not_searched() -> None:
@@ -129,7 +181,7 @@ async def test_a_body_that_does_not_arrive_in_time_gets_408() -> None:
 
     async with in_process(Gated(), ServerLimits(body_timeout_s=0.05)) as client:
         late = await asyncio.wait_for(client.post("/retrieve", content=stalls()), 600)
-    assert late.status_code == 408
+    assert (late.status_code, late.headers["connection"]) == (408, "close")
 
 
 async def test_a_retriever_fault_gives_503_and_the_next_request_works(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -144,6 +196,20 @@ async def test_a_retriever_fault_gives_503_and_the_next_request_works(monkeypatc
             failed = await ask(client, *queries)
             assert (failed.status_code, failed.headers["retry-after"]) == (503, "1")
         assert ids(await ask(client, "fine")) == [["fine/0", "fine/1", "fine/2"]]
+
+
+@pytest.mark.parametrize(
+    ("value", "status"), [("\ud800", 200), (1 << 80, 200), (b"bytes", 503), ({1: float("nan"), 2: 1 << 80}, 503)]
+)
+async def test_document_values_that_json_cannot_hold_give_503(
+    monkeypatch: pytest.MonkeyPatch, value: Any, status: int
+) -> None:
+    gated = Gated()
+    monkeypatch.setattr(gated, "find", lambda prepared, _: [[Hit(1.0, {"contents": value})]] * len(prepared))
+    async with in_process(gated) as client:
+        answer = await ask(client, "a")
+    assert answer.status_code == status
+    assert status == 503 or answer.json()["result"] == [[{"contents": value}]]
 
 
 async def test_a_request_of_a_disconnected_client_is_not_searched() -> None:

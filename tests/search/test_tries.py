@@ -10,8 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlsys.apps.planner.virtual_time import now, run_virtually
+from rlsys.errors import RunError
 from rlsys.search.client import SearchClient
 from rlsys.search.retrieval import Failure, SearchResult
+from tests.support.refusals import refused
 from tests.support.virtual_time import virtually
 
 from .scripted import SERVES, ScriptedServer, ScriptedWire, found
@@ -44,6 +46,33 @@ async def test_pauses_between_retries_grow_with_jitter_up_to_a_limit() -> None:
     assert all(low <= pause <= 1.5 * low for low, pause in zip(least, pauses, strict=True))
     assert len({pause / low for low, pause in zip(least, pauses, strict=True)}) == 7
     assert server.probed == [], "a single server is not probed"
+
+
+@pytest.mark.parametrize(("asked_s", "least_s"), [(0.1, 0.25), (5.0, 5.0), (1e9, 30.0)])
+@virtually
+async def test_retry_after_is_respected_up_to_a_limit(asked_s: float, least_s: float) -> None:
+    server = ScriptedServer(status=429, retry_after_s=asked_s)
+    async with over(ScriptedWire(a=server)) as client:
+        search = asyncio.create_task(client.search("Mali"))
+        await asyncio.sleep(0.2)
+        server.status = 200
+        assert await search == found("Mali")
+    first, second = server.asked
+    assert least_s <= second - first <= 1.5 * least_s
+
+
+@pytest.mark.parametrize("at_s", [0.0, 0.5, 1.5, 8.6])
+@virtually
+async def test_close_fails_all_searches_and_closes_the_wire(at_s: float) -> None:
+    """`at_s` is during the first probe, the first try, a hedge, or a pause."""
+    wire = ScriptedWire(a=ScriptedServer(takes_s=7.0, status=503), b=ScriptedServer(takes_s=7.5, status=503))
+    client = over(wire, hedge_after_s=1.0)
+    searches = asyncio.gather(*(client.search(f"q{row}") for row in range(5)))
+    await asyncio.sleep(at_s)
+    await client.close()
+    await client.close()
+    assert {result.failure for result in await searches} == {Failure.closed}
+    assert (now(), wire.closed) == (at_s, True)
 
 
 def test_dead_or_silent_servers_give_a_typed_failure_in_bounded_time() -> None:
@@ -108,6 +137,38 @@ async def test_a_replica_of_another_index_is_never_asked(caplog: pytest.LogCaptu
     assert "encoder=f" in caplog.text
 
 
+@virtually
+async def test_a_lost_replica_is_probed_ever_less_and_used_again() -> None:
+    server = ScriptedServer()
+    async with over(ScriptedWire(a=server, b=ScriptedServer(takes_s=0.01))) as client:
+        assert all_found(await ask(client, 50))
+        server.down = True
+        assert all_found(await ask(client, 50))
+        await asyncio.sleep(100)
+        waits = [late - early for early, late in zip(server.probed, server.probed[1:], strict=False)]
+        assert 10 < len(waits) < 30
+        assert waits[1] < 1 < 10 <= min(waits[-3:])
+        server.down, searched = False, len(server.asked)
+        await asyncio.sleep(15)
+        probes = len(server.probed)
+        assert all_found(await ask(client, 50))
+        assert len(server.asked) > searched + 10
+        await asyncio.sleep(60)
+        assert len(server.probed) == probes, "a healthy replica is not probed"
+
+
+def test_health_is_refused_if_replicas_serve_different_indexes() -> None:
+    async def health(*serve: dict[str, Any] | None) -> dict[str, Any]:
+        servers = {f"s{row}": ScriptedServer(serves=one, down=one == {}) for row, one in enumerate(serve)}
+        return await over(ScriptedWire(**servers)).health()
+
+    assert run_virtually(health({}, SERVES, None, SERVES | {"kind": "dense"})) == SERVES
+    with refused("mismatch", "http://s2"):
+        run_virtually(health(SERVES, SERVES, SERVES | {"passages": 8}))
+    with pytest.raises(RunError, match=r"http://s0.*http://s1"):
+        run_virtually(health({}, None))
+
+
 # ---- hedges
 
 
@@ -124,6 +185,16 @@ async def test_a_slow_request_is_sent_twice_and_the_first_answer_counts(other_fa
         assert (now(), first.cancelled, client.counts.hedges_won) == ((20.0, 0, 0) if other_fails else (2.5, 1, 1))
         assert (first.asked, second.asked) == ([0.0], [2.0])
         assert (client.counts.hedges, client.counts.retries) == (1, 0)
+
+
+@virtually
+async def test_a_slow_cluster_gets_few_hedges() -> None:
+    wire = ScriptedWire(a=ScriptedServer(takes_s=5.0), b=ScriptedServer(takes_s=5.0))
+    async with over(wire, hedge_after_s=1.0, max_concurrent=1000) as client:
+        assert all_found(await ask(client, 400))
+        assert client.counts.hedges == 10, "no more than 10 are saved"
+        assert all_found(await ask(client, 40))
+        assert client.counts.hedges == 12, "one for 20 requests"
 
 
 # ---- everything at once

@@ -1,15 +1,17 @@
 """Tests of reading the answers of untrusted servers: their size, compression and meaning."""
 
+import asyncio
 import gzip
 import zlib
 from collections.abc import AsyncIterator, Iterable
+from contextlib import asynccontextmanager, suppress
 
 import orjson
 import pytest
 
 from rlsys.search.client import SearchClient
 from rlsys.search.retrieval import Failure
-from rlsys.search.wire import BodyError, Encoding, Fault, ReplicaVerdict, Reply, passages_of, read_body
+from rlsys.search.wire import BodyError, Encoding, Fault, HttpWire, ReplicaVerdict, Reply, passages_of, read_body
 from tests.support.serving import serving
 
 from .scripted import FixedApp
@@ -109,7 +111,68 @@ def test_an_answer_without_passages_is_a_typed_fault_with_a_short_message(
     assert len(str(fault).splitlines()) == 1
 
 
+def test_passages_are_limited_in_length_and_number() -> None:
+    reply = Reply(200, hits("short", "y" * 65_536, "z" * 1_000_000, "one more"))
+    (passages,) = passages_of(reply, 1, 3)
+    assert [len(passage.contents) for passage in passages] == [5, 65_536, 65_536]
+
+
 # ---- over real sockets
+
+
+@asynccontextmanager
+async def raw_server(reply: bytes) -> AsyncIterator[str]:
+    """Send `reply` to each request and close the connection."""
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with suppress(asyncio.IncompleteReadError, ConnectionError):
+            await reader.readuntil(b"\r\n\r\n")
+            writer.write(reply)
+            await writer.drain()
+        writer.close()
+
+    async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
+        yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+
+
+OK = b"HTTP/1.1 200 OK\r\n"
+
+
+@pytest.mark.parametrize(
+    ("reply", "failure"),
+    [
+        pytest.param(b"", Failure.unavailable, id="nothing"),
+        pytest.param(b"\x00\x01 what?\r\n\r\n", Failure.unavailable, id="garbage"),
+        pytest.param(OK + b"X: " + b"x" * 100_000 + b"\r\n\r\n", Failure.unavailable, id="long header"),
+        pytest.param(OK + b"Content-Length: 9999\r\n\r\n" + hits("a"), Failure.unavailable, id="cut body"),
+        pytest.param(OK + b"Transfer-Encoding: chunked\r\n\r\n9\r\n{", Failure.unavailable, id="cut chunk"),
+        pytest.param(
+            OK + b"Transfer-Encoding: chunked\r\n\r\n" + b"z" * 5000, Failure.unavailable, id="long chunk size"
+        ),
+        pytest.param(OK + b"\r\n" + hits("a")[:9], Failure.broken, id="cut JSON"),
+        pytest.param(OK + b"\r\n" + hits("a") + b" " * (8 << 20), Failure.broken, id="too large"),
+        pytest.param(OK + b"Content-Encoding: gzip\r\n\r\n" + gzip.compress(hits("a")), Failure.broken, id="gzip"),
+    ],
+)
+async def test_a_torn_or_refused_answer_is_a_failed_search_with_a_short_reason(reply: bytes, failure: Failure) -> None:
+    async with raw_server(reply) as url, SearchClient(url, retries=0, timeout_s=3000.0) as client:
+        result = await client.search("Mali")
+    assert result.failure is failure
+    assert url in result.error
+    assert len(result.error) < 500
+    assert len(result.error.splitlines()) == 1
+
+
+@pytest.mark.parametrize(("said", "wait_s"), [("7", 7.0), ("Fri, 31 Dec 1999 23:59:59 GMT", 0.0)])
+async def test_a_busy_server_with_a_large_body_and_any_retry_after_is_busy(said: str, wait_s: float) -> None:
+    wire = HttpWire()
+    with serving(FixedApp(b"x" * 100_000, 503, {"Retry-After": said})) as url:
+        reply = await wire.post(url, b"{}")
+        await wire.close()
+    assert (reply.body, reply.refused != "") == (b"", True)
+    with pytest.raises(Fault) as fault:
+        passages_of(reply, 1, 3)
+    assert (fault.value.verdict, fault.value.retry_after_s) == (ReplicaVerdict.busy, wait_s)
 
 
 async def test_searches_and_probes_send_the_token_and_refuse_compression() -> None:

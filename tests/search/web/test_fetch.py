@@ -60,7 +60,8 @@ def test_only_public_addresses_are_permitted() -> None:
 async def get(url: str, policy: Policy, *answers: list[str]) -> httpx.Response:
     """Send a GET request; names resolve to `answers` in turn or, without `answers`, as on this system."""
     named = {"resolver": answering(*answers)} if answers else {}
-    async with httpx.AsyncClient(transport=GuardedTransport(policy, max_connections=1, **named)) as client:
+    transport = GuardedTransport(policy, max_connections=1, **named)
+    async with httpx.AsyncClient(transport=transport, timeout=600) as client:
         return await client.get(url)
 
 
@@ -69,6 +70,20 @@ async def test_a_name_with_one_private_address_is_refused_without_a_connection(w
     with pytest.raises(UrlRefused, match=r"name\.test is at 127\.0\.0\.1"):
         await get(f"http://name.test:{port}/page/html", Policy(frozenset({port})), ["93.184.216.34", "127.0.0.1"])
     assert web.fetched == []
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.0.0.1.", "127。0。0。1", "[::ffff:127.0.0.1]", "LOCALHOST"])
+async def test_loopback_is_refused_under_all_its_names(web: FakeWeb, host: str) -> None:
+    port = port_of(web)
+    with pytest.raises(UrlRefused, match="is at "):
+        await get(f"http://{host}:{port}/page/html", Policy(frozenset({port})))
+    assert web.fetched == []
+
+
+async def test_the_host_header_is_the_name_and_the_second_address_is_tried(web: FakeWeb) -> None:
+    url = f"http://name.test:{port_of(web)}/page/html"
+    assert (await get(url, local(web), ["127.0.0.3", "127.0.0.1"])).status_code == 200
+    assert [headers["host"] for headers in web.headers] == [f"name.test:{port_of(web)}"]
 
 
 async def test_a_name_is_connected_to_at_the_address_that_was_checked(web: FakeWeb) -> None:
@@ -175,3 +190,11 @@ async def test_a_gzip_bomb_takes_little_memory(web: FakeWeb) -> None:
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < BOMB_BYTES / 16
+
+
+async def test_an_invalid_url_is_a_page_error() -> None:
+    fetcher = PageFetcher(GuardedTransport(Policy(), max_connections=1), FetchLimits(timeout_s=3000.0))
+    for url in ("", "nonsense", "http://[::1", "http://x\ud800/", "http://a..b/"):
+        with pytest.raises(PageError):
+            await fetcher.fetch(url)
+    await fetcher.close()

@@ -1,11 +1,13 @@
 """Tests of search providers: their requests and answers, retries, the rate limit, and keys that stay secret."""
 
+import asyncio
 import logging
 from typing import Any
 
 import pytest
 from starlette.responses import JSONResponse, RedirectResponse, Response
 
+from rlsys.apps.planner.virtual_time import now
 from rlsys.errors import Code
 from rlsys.search.web.providers import (
     PROVIDERS,
@@ -20,6 +22,7 @@ from rlsys.search.web.providers import (
 from tests.search.web.conftest import Clock
 from tests.search.web.fake_web import BOMB_BYTES, CSE_ID, ENVIRON, KEY, FakeWeb, gzipped
 from tests.support.refusals import refused
+from tests.support.virtual_time import virtually
 
 GOOGLE = {
     "queries": {"request": [{"startIndex": 1}], "nextPage": [{"startIndex": 11}]},
@@ -125,6 +128,49 @@ async def test_results_come_in_order_over_the_fewest_pages(web: FakeWeb, clock: 
     found = await search(client_of(web, clock), f"a\n\ud800{' b' * 60}", count)
     assert found == [web.item(row)[1] for row in range(min(count, 100))]
     assert [asked["q"] for asked in web.asked] == ["a" + " b" * 49] * pages
+
+
+async def test_requests_are_those_of_the_api_references(web: FakeWeb, clock: Clock) -> None:
+    for name in PROVIDERS:
+        web.script = [lambda: JSONResponse(BING | GOOGLE | SERPAPI | SERPER | BRAVE)]
+        await search(client_of(web, clock, name), count=1)
+    brave = {"result_filter": "web", "text_decorations": "false"}
+    assert web.asked == [
+        {"q": "a query", "num": "1", "start": "1", "key": KEY, "cx": CSE_ID},
+        {"engine": "google", "q": "a query", "start": "0", "api_key": KEY},
+        {"q": "a query", "num": 1, "x-api-key": KEY},
+        {"q": "a query", "count": "1", "offset": "0", **brave, "x-subscription-token": KEY},
+        {"q": "a query", "count": "1", "offset": "0", "responseFilter": "Webpages", "ocp-apim-subscription-key": KEY},
+    ]
+    assert [provider.request("q", provider.page_size, 2) for provider in PROVIDERS.values()] == [
+        {"q": "q", "num": 10, "start": 21},
+        {"engine": "google", "q": "q", "start": 20},
+        {"q": "q", "num": 10, "page": 3},
+        {"q": "q", "count": 20, "offset": 2, **brave},
+        {"q": "q", "count": 50, "offset": 100, "responseFilter": "Webpages"},
+    ]
+
+
+async def test_direct_answers_come_first_related_questions_last_and_each_page_once(web: FakeWeb, clock: Clock) -> None:
+    repeated: Any = SERPAPI["organic_results"]
+    second = {"organic_results": [repeated[1], {"title": "More", "link": "https://e/"}]}
+    web.script = [lambda: JSONResponse(SERPAPI), lambda: JSONResponse(second)]
+    found = await search(client_of(web, clock, "serpapi"), count=20)
+    assert found == ["https://a/", "https://b/", "https://c/", "https://e/", "https://d/"]
+
+
+@virtually
+async def test_as_many_requests_are_in_flight_as_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def takes_a_second(*_: object) -> Answer:
+        await asyncio.sleep(1)
+        return Answer(())
+
+    monkeypatch.setattr(ProviderClient, "_try", takes_a_second)
+    serper, limits = PROVIDERS["serper"], ProviderLimits(max_concurrent=2)
+    client = ProviderClient(serper, Keys.of(serper, ENVIRON), limits=limits)
+    await asyncio.gather(*(client.search(f"q{row}", 3) for row in range(5)))
+    await client.close()
+    assert now() == 3.0
 
 
 @pytest.mark.parametrize(("value", "code"), [("  ", "missing"), ("kéy", "malformed"), ("two\nlines", "malformed")])
