@@ -1,9 +1,10 @@
-"""Tests of the package from outside: public and deprecated names, and its errors."""
+"""Tests of the package from outside: public and deprecated names, its errors, and RLSYS_LOG."""
 
 import errno
 import inspect
 import os
 import pickle
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -136,3 +137,24 @@ def test_only_an_error_that_no_other_call_raises_needs_no_file_to_be_one_of_a_di
 )
 def test_the_first_line_of_an_error_is_never_empty(said: str, expected: str) -> None:
     assert first_line(ValueError(said)) == expected
+
+
+LOG = """
+import logging
+import rlsys
+for level in (logging.DEBUG, logging.INFO, logging.WARNING):
+    logging.getLogger("rlsys.observe.status").log(level, "one of %s", level)
+    logging.getLogger("elsewhere").log(level, "of another library")
+"""
+LINE = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} (\w+) rlsys\.observe\.status: one of \d+")
+
+
+@pytest.mark.parametrize(
+    ("level", "shown"), [("debug", ["DEBUG", "INFO", "WARNING"]), ("INFO", ["INFO", "WARNING"]), ("loud", [])]
+)
+def test_rlsys_log_shows_messages_from_its_level_with_time_level_and_name(level: str, shown: list[str]) -> None:
+    done = run("-c", LOG, RLSYS_LOG=level)
+    assert done.returncode == 0
+    lines = done.stderr.splitlines()
+    assert [match[1] for text in lines if (match := LINE.fullmatch(text))] == shown
+    assert lines.count("of another library") == 1, "its warning, as by default"

@@ -84,6 +84,16 @@ def test_evaluation_settings_are_translated() -> None:
         # Looked up in the table.
         ("rollout.model.precision", "fp16"),
         ("rollout.detokenize", False),
+        ("actor.optim.fp16", True),
+        ("actor.offload_weight", False),
+        ("actor.offload_grad", False),
+        ("algorithm.adv_type", "reinpp"),
+        ("algorithm.kl_penalty_type", "kl"),
+        ("algorithm.normalize_advantages", True),
+        ("algorithm.early_stop_imp_ratio", 5.0),
+        ("critic.use_critic_model", True),
+        ("reward.use_reward_model", True),
+        ("runner.enable_dynamic_batch_size", False),
         # Converted by code.
         ("agentloop.maxturn", 0),
         ("runner.logger.logger_backends", ["swanlab"]),

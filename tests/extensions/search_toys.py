@@ -70,6 +70,16 @@ class FailsToSearch(Letters):
         raise ZeroDivisionError(queries, topk)
 
 
+class ExitsInSearch(Letters):
+    def search(self, queries: Sequence[str], topk: int) -> Any:  # noqa: ARG002
+        raise SystemExit(3)
+
+
+class ExitsInBuild(Letters):
+    def build(self, corpus: Any, folder: Path) -> None:  # noqa: ARG002
+        raise SystemExit(3)
+
+
 class FailsToBuild(Letters):
     def build(self, corpus: Any, folder: Path) -> None:
         super().build(corpus, folder)

@@ -12,7 +12,7 @@ import pytest
 
 from examples.extend.engine import OneByOne
 from rlsys.cluster.planning.memory import kv_cache_tokens
-from rlsys.config.schema import RunConfig
+from rlsys.config.schema import Dtype, RunConfig
 from rlsys.errors import RunError, UserError
 from rlsys.orchestrator.validate import find_problems
 from rlsys.rollout.agent.recorder import Generation, TurnSampling
@@ -55,6 +55,19 @@ async def test_example_switches_weights_in_the_middle_of_a_request(tmp_path: Pat
     engine = driver(config_of(EXAMPLE), Path(tiny.save(first, words, tmp_path)))
     await engine.start()
     await check_switch(EngineBench(engine, words, first, second), [tiny.FIRST.prompt])
+
+
+async def test_settings_of_the_class_are_keys_of_the_config() -> None:
+    config = config_of(EXAMPLE, "rollout.engine.ban=[3,4]", "rollout.engine.max_running=5")
+    engine = driver(config)
+    assert isinstance(engine._engine, OneByOne)
+    assert engine._engine._ban == [3, 4]
+    common = engine._engine.setup.config
+    assert (common.max_running, common.dtype) == (5, Dtype.float32), "keys of every engine keep the profile's values"
+    with refused("conflict", "rollout.engine.cuda_graphs"):
+        config_of(EXAMPLE, "rollout.engine.cuda_graphs=true")
+    with refused("wrong_type", "rollout.engine.ban"):
+        config_of(EXAMPLE, "rollout.engine.ban=many")
 
 
 def test_plan_asks_the_class() -> None:

@@ -123,6 +123,13 @@ def test_component_that_is_no_optimiser_is_refused_before_anything_starts(kind: 
     assert "\n" not in str(caught.value)
 
 
+def test_problems_of_an_optimiser_are_listed_with_all_others() -> None:
+    config = config_of(f"{TOYS}.Fails")
+    config.algorithm.entropy_coef = -1.0
+    problems = {(one.key, one.code) for one in find_problems(config)}
+    assert problems >= {("actor.optimizer.kind", "user_code"), ("algorithm.entropy_coef", "out_of_range")}
+
+
 def _fails_later(group: Group, model: Path) -> None:
     for kind in ("FailsLater", "RaisesLater"):
         config = config_of(f"{TOYS}.{kind}")

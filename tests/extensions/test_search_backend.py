@@ -91,6 +91,16 @@ def test_index_folder_records_the_settings_and_is_built_once(
         make_index("bm25", corpus, folder, replace=False)
 
 
+def test_kind_that_nothing_knows_is_refused(built: Callable[..., Path], corpus: Path) -> None:
+    folder = built()
+    manifest = json.loads((folder / "manifest.json").read_text())
+    (folder / "manifest.json").write_text(json.dumps(manifest | {"kind": "sparse"}))
+    with refused("unsupported", folder):
+        open_retriever(folder)
+    with refused("unknown", "kind"):
+        make_index("sparse", corpus, folder, recipe("sparse", {}))
+
+
 async def test_run_serves_the_index_by_config_alone(built: Callable[..., Path], tmp_path: Path) -> None:
     config = SearchConfig(index=str(built()), index_kind=KIND, topk=2)
     with serving(config, 1, tmp_path) as search:
@@ -159,6 +169,7 @@ def test_index_of_a_run_is_checked_before_the_start(
         ("WithoutSearch", {}, "user_code", "kind"),
         ("SearchWithoutTopk", {}, "user_code", "kind"),
         ("FailsToBuild", {}, "user_code", "kind"),
+        ("ExitsInBuild", {}, "user_code", "kind"),
         ("FailsToOpen", {}, "user_code", "kind"),
         ("ForgetsPassages", {}, "mismatch", "kind"),
     ],
@@ -190,7 +201,7 @@ async def test_wrong_result_is_an_error_that_names_the_backend(built: Callable[.
         assert (await client.get("/health")).status_code == 200
 
 
-@pytest.mark.parametrize("toy", ["AnswersOnce", "FailsToSearch"])
+@pytest.mark.parametrize("toy", ["AnswersOnce", "FailsToSearch", "ExitsInSearch"])
 def test_failing_search_is_an_error_that_names_the_backend(built: Callable[..., Path], toy: str) -> None:
     with pytest.raises(RunError, match=toy):
         open_retriever(built(toy), f"{TOYS}.{toy}").find(["a", "b"], 2)

@@ -11,6 +11,7 @@ from examples.extend.tool import Notes
 from rlsys.config.compose import as_dict, recorded
 from rlsys.config.schema import TaskConfig
 from rlsys.errors import Code
+from rlsys.orchestrator.validate import find_problems
 from rlsys.rollout.agent.episode import EpisodeTools, run_episode
 from rlsys.rollout.tools.interface import open_tools
 from tests.extensions import tool_toys
@@ -59,6 +60,20 @@ def test_tool_has_the_settings_of_the_config_and_state_of_its_own_in_each_episod
 def test_entry_that_names_no_usable_tool_is_refused(entry: str, code: Code, key: str) -> None:
     with refused(code, key):
         open_tools(task(f"[{entry}]"))
+
+
+@pytest.mark.parametrize(
+    ("tools", "code"),
+    [
+        (f"[{CALCULATOR}, {CALCULATOR}]", "conflict"),
+        (f"[{{kind: {TOYS}.Counting, label: a}}, {TOYS}.TakesItsTag]", "conflict"),
+        (f"[{TOYS}.WithoutCall]", "user_code"),
+    ],
+    ids=["same name", "same tag", "no tool"],
+)
+def test_tools_that_cannot_work_together_are_a_problem_of_the_config(tools: str, code: Code) -> None:
+    found = find_problems(composed(f"task.tools={tools}"))
+    assert [(one.key, one.code) for one in found if one.key.startswith("task.tools")] == [("task.tools", code)]
 
 
 def test_record_of_an_older_run_names_the_same_tools() -> None:

@@ -54,6 +54,21 @@ class State:
         self.closed += 1
 
 
+class TakesItsTag:
+    """Has the tag of `Counting`."""
+
+    name, tag, timeout_s, description = "other", "count", 1.0, "say nothing"
+
+    async def call(self, text: str) -> str:
+        return text
+
+
+class WithoutCall:
+    """Is no tool: it lacks `call`."""
+
+    name, tag, timeout_s, description = "silent", "silent", 1.0, "say nothing"
+
+
 class Faulty(Counting):
     """Fails in the way that `label` names."""
 

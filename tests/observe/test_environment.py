@@ -23,6 +23,7 @@ from rlsys.config.schema import (
     SyncMode,
 )
 from rlsys.observe.environment import (
+    RUN,
     Capabilities,
     commit_of,
     environment,
@@ -67,6 +68,28 @@ def test_each_start_of_a_run_is_recorded_in_order(tmp_path: Path) -> None:
     first, second = read_launches(tmp_path)
     assert (first.after_step, second.after_step) == (0, 7)
     assert (second.environment, second.command) == (environment(), sys.argv)
+
+
+@pytest.mark.parametrize("content", ["{", '{"lives": [1]}', '{"lives": [{"begun": 1}]}'])
+def test_damaged_record_of_starts_is_replaced(content: str, tmp_path: Path) -> None:
+    (tmp_path / RUN).write_text(content)
+    record_launch(tmp_path, 3)
+    assert [life.after_step for life in read_launches(tmp_path)] == [3]
+
+
+@pytest.mark.parametrize("script", ["echo 'NVIDIA H100, 580'; exit 1", "echo 'No devices'", "exec /bin/sleep 9999"])
+def test_program_without_an_answer_is_left_out(script: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both programs that are asked, nvidia-smi and git, fail or hang."""
+    if "sleep" in script:
+        monkeypatch.setattr("rlsys.observe.environment._TIMEOUT_S", 0.5)
+    (tmp_path / ".git").mkdir()
+    for name in ("nvidia-smi", "git"):
+        (tmp_path / name).write_text(f"#!/bin/sh\n{script}\n")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert not {"gpus", "gpu driver", "cuda of torch"} & environment().keys()
+    if "No devices" not in script:
+        assert commit_of(tmp_path) == (None, None)
 
 
 LAPTOP = Capabilities(torch="2.13.0+cpu")

@@ -104,6 +104,13 @@ def test_yaml_beyond_json_is_refused(tmp_path: Path, text: bytes) -> None:
         read_yaml(file)
 
 
+def test_row_of_any_text_is_one_line_of_ascii(tmp_path: Path) -> None:
+    text = "half a pair \ud83d, a\u2028b\nc\x85d"
+    LineLog(tmp_path / "rows.jsonl").append({text: text})
+    assert (tmp_path / "rows.jsonl").read_bytes().isascii()
+    assert read_rows(tmp_path / "rows.jsonl") == [{text: text}]
+
+
 def filled(path: Path, count: int = 3) -> list[int]:
     """Write a file of `count` rows; returns the position after each row."""
     log, positions = LineLog(path), []

@@ -83,6 +83,10 @@ def test_missing_figure_resets_the_patience() -> None:
     assert [bool(guards.check(step, row)) for step, row in enumerate(rows)] == [False] * 5 + [True]
 
 
+def test_null_bound_is_not_watched() -> None:
+    assert watch([{"actor/entropy": NAN}] * 4, replace(CONFIG, entropy_floor=None)) == [[]] * 4
+
+
 @pytest.mark.parametrize(("estimator", "figure"), [("k3++", "kl/k3"), ("k4", "kl/k1"), ("full_forward", "kl/k5")])
 def test_kl_outside_of_the_loss_is_taken_from_the_samples(estimator: str, figure: str) -> None:
     row = {f"kl/{name}": 0.0 for name in ("k1", "k2", "k3", "k5", "abs")} | {figure: 9.0}

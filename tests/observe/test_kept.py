@@ -157,6 +157,13 @@ def test_pieces_join_to_the_whole_text(decode: Callable[[Sequence[int]], str], i
     assert (len(pieces), "".join(pieces)) == (len(ids), decode(ids))
 
 
+@given(st.text(st.characters(exclude_characters="\ufffd", codec="utf-8"), max_size=40))
+@settings(max_examples=40)
+def test_character_belongs_to_the_last_of_its_tokens(text: str) -> None:
+    expected = [part for char in text for part in [*[""] * (len(char.encode()) - 1), char]]
+    assert list(Pieces(byte_level)(list(text.encode()))) == expected
+
+
 class GatedWriter:
     def __init__(self) -> None:
         self.go, self.begun = threading.Semaphore(0), threading.Semaphore(0)
@@ -202,6 +209,18 @@ async def test_writing_runs_beside_training_and_the_next_step_waits_for_it(
     await finished
     assert trajectory_steps(tmp_path) == [1, 2]
     keeper.close()
+
+
+def test_closing_waits_for_the_last_trajectories(keeper: TrajectoryWriter, slow: GatedWriter, tmp_path: Path) -> None:
+    """A run that has failed has no event loop any more."""
+    asyncio.run(keeper.begin(1, [group(1)], None))
+    closing = threading.Thread(target=keeper.close)
+    closing.start()
+    assert slow.begun.acquire(timeout=600)
+    assert trajectory_steps(tmp_path) == []
+    slow.go.release()
+    closing.join(600)
+    assert trajectory_steps(tmp_path) == [1]
 
 
 async def test_full_disk_gives_one_warning_and_ends_the_keeping(

@@ -1,11 +1,12 @@
-"""Tests of a run's record: times of a step, its spans, and resumption."""
+"""Tests of a run's record: merged updates, times of a step, its spans, and resumption."""
 
 import asyncio
 import gc
 import io
 import json
+import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -32,7 +33,7 @@ from rlsys.observe.trackers import open_trackers
 from rlsys.orchestrator.evaluation.heldout import Answered, Evaluation
 from rlsys.orchestrator.evaluation.scores import scores_of
 from rlsys.orchestrator.pipeline.scheduler import DropReason, GroupOutcome, GroupStage
-from rlsys.orchestrator.run_logger import History, RunLogger
+from rlsys.orchestrator.run_logger import History, RunLogger, update_metrics
 from rlsys.weights.flops import Flops
 from tests.support.jsonl import read_rows
 from tests.support.trajectories import question, rewarded, trajectory
@@ -88,6 +89,23 @@ class RecordedRun:
     async def kept(self, step: int) -> None:
         await self.record.trajectories(step, GROUPS)
         await self.record.trajectories_written()
+
+
+def test_updates_are_merged_by_mean_maximum_and_minimum() -> None:
+    updates: list[Mapping[str, float]] = [
+        {"actor/ratio": 1.0, "actor/ratio_max": 2.0, "actor/ratio_min": 0.5, "actor/ratio_dev_max": 0.1},
+        {"actor/ratio": 2.0, "actor/ratio_max": 1.5, "actor/ratio_min": 0.25, "actor/ratio_dev_max": 0.3},
+    ]
+    assert update_metrics(updates) == {
+        "actor/ratio": 1.5,
+        "actor/ratio_max": 2.0,
+        "actor/ratio_min": 0.25,
+        "actor/ratio_dev_max": 0.3,
+        "actor/first_ratio_dev_max": 0.1,
+    }
+    for name in ("actor/ratio", "actor/ratio_max", "actor/ratio_min"):
+        for values in ((math.nan, 1.0), (1.0, math.nan)):
+            assert math.isnan(update_metrics([{name: value} for value in values])[name])
 
 
 def test_times_of_a_step_by_hand(tmp_path: Path) -> None:
@@ -169,6 +187,28 @@ def test_resumed_run_records_the_same_as_an_uninterrupted_one(tmp_path: Path) ->
     assert [one.step for one in open_run(folder).timeline()] == [1, 2, 3, 4, 5, 6]
     assert [life.after_step for life in read_launches(folder)] == [0, 3]
     assert resumed.printed.getvalue().count("Warning: actor/entropy") == 1
+
+
+def test_timeline_has_every_span_once_and_in_each_step_that_it_overlaps(tmp_path: Path) -> None:
+    """Spans lie in a step, between steps, across one or two steps' ends, and after the last step."""
+    run = RecordedRun(tmp_path)
+    with run.working("inference", "logprob.compute", 0):
+        with run.working("rollout", "rollout.group", 1):
+            run.step(1)
+        with run.working("driver", "eval.ask", 5):
+            pass
+        run.step(2)
+    with run.working("driver", "eval.last", 1):
+        pass
+    run.record.close()
+    rows = read_rows(tmp_path / "timeline.jsonl")
+    assert [(row["step"], row["window"], [span[0] for span in row["spans"]]) for row in rows] == [
+        (1, [0, S], ["train.apply"]),
+        (2, [7 * S, 8 * S], ["eval.ask", "rollout.group", "train.apply"]),
+        (None, None, ["eval.last", "logprob.compute"]),
+    ]
+    shown = [{span.name for span in one.spans} for one in open_run(tmp_path).timeline()]
+    assert shown == [{"logprob.compute", "rollout.group", "train.apply"}, {"logprob.compute", "train.apply"}]
 
 
 def test_spans_are_kept_on_disk_and_traced_for_the_last_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

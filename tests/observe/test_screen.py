@@ -1,5 +1,6 @@
 """Tests of what a run shows: progress, status file, and samples that cannot control a terminal."""
 
+import asyncio
 import errno
 import json
 import os
@@ -7,16 +8,21 @@ import socket
 import unicodedata
 from dataclasses import replace
 from pathlib import Path
+from queue import Queue
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from rich.console import Console
 
 from rlsys.data.question import Question
 from rlsys.data.trajectory import Action, Trajectory, Turn
+from rlsys.errors import Interrupted, RunError
 from rlsys.observe.samples import render_sample, visible
 from rlsys.observe.status import (
+    HEARTBEAT_S,
+    Progress,
     StageState,
     Status,
     StatusFile,
@@ -24,6 +30,33 @@ from rlsys.observe.status import (
     read_status,
 )
 from tests.support.trajectories import trajectory
+
+
+class Clock:
+    def __init__(self, now: float = 100.0) -> None:
+        self.now = now
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_group_waits_only_while_all_of_its_parts_wait() -> None:
+    clock = Clock()
+    progress = Progress(Console(quiet=True), clock=clock)
+
+    def shown(**states: str) -> str:
+        progress.update(states={part.replace("_", "."): text for part, text in states.items()})
+        clock.now += 5
+        return progress.line().partition("critic: ")[2]
+
+    assert shown(critic="trains on 2 groups") == "trains on 2 groups"
+    assert shown(critic_values="waits for rollouts") == "trains on 2 groups"
+    assert shown(critic_values="computes values of 1 group") == "computes values of 1 group"
+    assert shown(critic_values="waits for rollouts") == "trains on 2 groups", "training continues"
+    assert shown(critic="waits for values") == "waits for values (5 s)"
+    assert shown() == "waits for values (10 s)"
+    assert shown(critic="") == "waits for rollouts (20 s)"
+    assert shown(critic_values="") == ""
 
 
 def sample(
@@ -105,3 +138,52 @@ def test_end_of_a_run_by_a_full_disk_names_the_file_in_words() -> None:
     told = ending(ExceptionGroup("all", [OSError(errno.ENOSPC, "No space left on device", "/a/file")]))
     assert told.startswith("failed: /a/file ")
     assert "Errno" not in told
+
+
+def test_unchanged_status_is_written_again_after_a_heartbeat(tmp_path: Path) -> None:
+    clock = Clock(1010.0)
+    file = StatusFile(tmp_path / "status.json", clock)
+
+    def written_at(step: int, passed: float) -> float:
+        clock.now += passed
+        file.write(replace(MOMENT, step=step, at=clock.now))
+        return json.loads((tmp_path / "status.json").read_text())["at"]
+
+    assert written_at(3, 0) == 1010.0
+    assert written_at(3, HEARTBEAT_S / 2) == 1010.0
+    assert written_at(4, 0) == 1010.0 + HEARTBEAT_S / 2
+    assert written_at(4, HEARTBEAT_S) == 1010.0 + 1.5 * HEARTBEAT_S
+
+
+@pytest.mark.parametrize(
+    ("error", "text"),
+    [
+        (None, "finished"),
+        (KeyboardInterrupt(), "failed: interrupted"),
+        (asyncio.CancelledError(), "failed: interrupted"),
+        (Interrupted("Interrupted."), "failed: interrupted"),
+        (RunError("two\nlines"), "failed: two lines"),
+        (ExceptionGroup("tasks", [ValueError("less specific"), RunError("engine 0 died")]), "failed: engine 0 died"),
+        (AssertionError(), "failed: AssertionError"),
+    ],
+)
+def test_ending_is_described_by_its_error(error: BaseException | None, text: str) -> None:
+    assert ending(error) == text
+
+
+def test_last_change_reaches_the_status_file_while_the_run_hangs(tmp_path: Path) -> None:
+    """The last state must be written even if `update` is not called again."""
+    writes = Queue[Status]()
+
+    class File(StatusFile):
+        def write(self, status: Status) -> None:
+            super().write(status)
+            writes.put(status)
+
+    with Progress(Console(quiet=True), status=File(tmp_path / "status.json")) as progress:
+        progress.update(states={"rollout": "generates 2 groups"})
+        while not writes.get(timeout=600).states:
+            pass
+        status = read_status(tmp_path) or {}
+    assert status["states"]["rollout"]["text"] == "generates 2 groups"
+    assert status["ended"] is None

@@ -126,3 +126,16 @@ def test_episode_spans_count_every_second_once(
     assert {(span.group, span.lane, span.args["question"]) for span in found} <= {("rollout", "engine 3", "q")}
     ordered = sorted((span.start_ns, span.end_ns) for span in found)
     assert all(end <= start for (_, end), (start, _) in pairwise(ordered))
+
+
+def test_spans_of_tools_carry_their_names_and_are_no_searches() -> None:
+    called = [(1, 1, 4, "calculator"), (1, 1, 2, ""), (1, 5, 3, "dictionary")]
+    turns = [
+        Turn("", Action.TOOL, "", "", 1, 1, 0, float(generate), float(call), "", begun * S, tool)
+        for begun, generate, call, tool in called
+    ]
+    one, two = trajectory(turns=turns[:2]), trajectory(turns=turns[2:])
+    found = episode_spans((0, 9 * S), "", {}, [one])
+    assert (seconds(found, "search.queries"), seconds(found, "tool.calculator")) == ({2, 3}, {4, 5})
+    found = episode_spans((0, 9 * S), "", {}, [two])
+    assert (seconds(found, "search.queries"), seconds(found, "tool.dictionary")) == (set(), {6, 7, 8})

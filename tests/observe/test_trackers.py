@@ -1,4 +1,4 @@
-"""Tests of trackers: each step once after a resume, failures that do not end a run, and W&B offline."""
+"""Tests of trackers: each step once after a resume, failures that do not end a run, and modes of W&B."""
 
 import json
 import sys
@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from rlsys.config.schema import TrackingConfig
-from rlsys.observe.trackers import LoggedRow, ResumePoint, WandbTracker, open_trackers
+from rlsys.config.schema import TrackingConfig, WandbMode
+from rlsys.errors import RunError
+from rlsys.observe.records import LineLog
+from rlsys.observe.trackers import LoggedRow, ResumePoint, Trackers, WandbTracker, open_trackers
 
 
 @pytest.fixture(autouse=True)
@@ -61,6 +63,43 @@ def fake_wandb(monkeypatch: pytest.MonkeyPatch, rows: list[Any] | None = None) -
     module = SimpleNamespace(init=init, Settings=SimpleNamespace, login=lambda **how: asked.append(how))
     monkeypatch.setitem(sys.modules, "wandb", module)
     return asked
+
+
+@pytest.mark.parametrize(("switch", "mode"), [("offline", WandbMode.auto), ("online", WandbMode.offline)])
+def test_either_offline_switch_wins_over_an_api_key(
+    switch: str, mode: WandbMode, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
+    monkeypatch.setenv("WANDB_MODE", switch)
+    asked = fake_wandb(monkeypatch)
+    WandbTracker(tmp_path, "run", TrackingConfig(wandb_mode=mode), {})
+    assert asked[0]["mode"] == "offline"
+
+
+def test_online_mode_without_an_account_is_refused_without_a_prompt(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = fake_wandb(monkeypatch)
+    monkeypatch.setattr(sys.modules["wandb"], "login", lambda **how: asked.append(how))
+    with pytest.raises(RunError):
+        WandbTracker(tmp_path, "run", TrackingConfig(wandb_mode=WandbMode.online), {})
+    assert asked == [{"prompt": False}], "a prompt would block the run"
+
+
+def test_tracker_that_cannot_start_is_left_out_and_only_a_text_is_an_id(tmp_path: Path) -> None:
+    def broken() -> SimpleNamespace:
+        raise KeyError("no account")
+
+    trackers = {
+        name: SimpleNamespace(id=known_as, log=lambda *_: None, close=lambda: None)
+        for name, known_as in (("number", 7), ("empty", ""), ("text", "mine"))
+    }
+    others = {"broken": broken, **{name: (lambda one=one: one) for name, one in trackers.items()}}
+    opened = Trackers(LineLog(tmp_path / "metrics.jsonl"), others)
+    opened.log(1, {"loss": 1.0})
+    opened.close()
+    assert opened.others == trackers
+    assert opened.ids == {"text": "mine"}, "a checkpoint holds the ids as texts"
 
 
 def test_resumed_offline_wandb_run_has_each_step_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,14 +1,15 @@
 """Tests of the causes of drift and their parts: matched tokens, tallies of numbers, bounds of truncated sampling."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import astuple
-from itertools import groupby
+from difflib import SequenceMatcher
+from itertools import groupby, pairwise
 from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from rlsys.observe.kept import TrajectoryRecord
@@ -17,11 +18,13 @@ from rlsys.report.drift import (
     HISTOGRAM_EDGES,
     LEAST,
     QUANTILES,
+    SHORT,
     Cause,
     CauseDrift,
     DriftReport,
     joined,
     log_kept_mass,
+    matched_pairs,
     report_of,
     spread,
     tally,
@@ -99,6 +102,25 @@ def test_every_trained_token_gets_the_cause_of_its_prefix_and_version(
         assert sum(row.histogram) == row.differences.count <= row.tokens
 
 
+def test_retokenised_turn_is_compared_by_its_sum() -> None:
+    drawn = [*by_letter("Paris"), *CODEC.encode(" capital")]
+    one = played("x\n", [(drawn, "\n"), (CODEC.encode("x"), "\n")])
+    report = drift_report([one], SAMPLING)
+    places = np.flatnonzero(one.turn_of_token == 0)
+    recomputed = sum(trained_logprob(one.token_ids[: at + 1].tolist()) for at in places)
+    inputs = CODEC.encode("x\n")
+    engine = sum(drawn_logprob([*inputs, *drawn[: at + 1]]) for at in range(len(drawn)))
+    assert report.turns_changed.count == report.turns_same.count == 1
+    assert report.turns_changed.mean == pytest.approx(recomputed - engine, abs=1e-5)
+    # The tokens of " capital" are trained as drawn, but "Paris" before them was drawn letter by letter.
+    changed, recut = row_of(report, Cause.CHANGED_PREFIX), row_of(report, Cause.RETOKENISED)
+    assert changed.tokens == changed.differences.count > 0
+    assert (recut.tokens, recut.differences.count) == (len(places) - changed.tokens, 0)
+    lost = drift_report([played("x", [(CODEC.encode("<search>"), "> x"), (CODEC.encode("Paris"), "\n")])], SAMPLING)
+    # The tokenizer makes one token of >>, which joins the turn and the observation after it.
+    assert (lost.turns_changed.count, lost.turns_same.count, lost.turns_apart) == (0, 1, 1)
+
+
 def test_version_lag_is_separated_from_numerics() -> None:
     report = drift_report([with_differences({1: 0.5, 2: -0.25, POLICY: 0.125})], SAMPLING)
     assert {lag: spread.mean for lag, spread in report.by_lag.items()} == {0: 0.125, 1: -0.25, 2: 0.5}
@@ -108,6 +130,37 @@ def test_version_lag_is_separated_from_numerics() -> None:
     row = row_of(report, Cause.NUMERICS)
     assert row.histogram[np.searchsorted(HISTOGRAM_EDGES, 0.125)] == row.tokens
     assert drift_report([with_differences({POLICY: 0.125})], SAMPLING).beyond_numerics is None
+
+
+TOKENS = st.lists(st.integers(0, 5), max_size=30)
+APART = [*[0] * SHORT, 10, 11, 12, 13, *[0] * SHORT], [*[1] * SHORT, 12, 10, 11, 13, *[1] * SHORT]
+"""Long lists without a common start or end; each of the four tokens in the middle occurs once in both."""
+
+
+@given(TOKENS, TOKENS, st.integers(0, 3))
+@example(*APART, 0)
+@settings(max_examples=40)
+def test_matched_pairs_have_equal_tokens_in_order(first: list[int], second: list[int], times: int) -> None:
+    first, second = first * 4**times, second * 4**times
+    pairs = sorted(matched_pairs(first, second))
+    assert all(first[a] == second[b] for a, b in pairs)
+    assert all(a < c and b < d for (a, b), (c, d) in pairwise(pairs))
+    assert len(list(matched_pairs(first, first))) == len(first)
+
+
+def test_only_short_pieces_of_repetitive_tokens_are_matched_by_longest_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A search for the longest common runs of all tokens would take hours."""
+
+    def short(junk: None, first: Sequence[int], second: Sequence[int], autojunk: bool) -> SequenceMatcher[int]:
+        assert max(len(first), len(second)) <= SHORT
+        return SequenceMatcher(junk, first, second, autojunk)
+
+    monkeypatch.setattr("rlsys.report.drift.SequenceMatcher", short)
+    first, second = [1, 2] * 2000, [1, 2, 3] * 1300
+    assert len(list(matched_pairs(first, second))) < SHORT
+    assert len(list(matched_pairs([*first, 9, 8], [*first, 7]))) == len(first)
+    assert len(list(matched_pairs([9, 8, *first], [7, *first]))) == len(first)
+    assert [APART[0][at] for at, _ in sorted(matched_pairs(*APART))] == [10, 11, 13], "the longest chain in order"
 
 
 NUMBERS = st.lists(st.floats(-30.0, 30.0) | st.just(float("nan")) | st.floats(-1e-6, 1e-6), max_size=30)

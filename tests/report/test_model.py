@@ -1,4 +1,4 @@
-"""Tests of the page's model: tokens, index and chunks against the kept trajectories, other values and changed folders."""
+"""Tests of the page's model: tokens, index, chunks, damage, changed folders, results of `rlsys eval`."""
 
 import gzip
 import json
@@ -12,7 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rlsys.data.trajectory import Action
 from rlsys.observe.kept import TrajectoryRecord, read_step_trajectories
+from rlsys.observe.metrics import UNITS
 from rlsys.observe.run_folder import open_run
 from rlsys.report.report_page import compressed, inline_json
 from rlsys.report.run_model import (
@@ -29,8 +31,9 @@ from rlsys.report.run_model import (
     row_of,
     runs_of,
 )
+from tests.support.answers import SEARCH, answered, asked, turn
 from tests.support.damage import LEVELS, holding
-from tests.support.made_run import Maker, Size, made_run
+from tests.support.made_run import UNITS_OF, Maker, Size, add_measured, made_run
 
 FIGURES = ("advantage", "sampled", "ratio")
 
@@ -164,6 +167,24 @@ def test_row_with_any_other_value_is_read_or_reported(tmp_path: Path, name: str)
     assert 0 < said <= len(lines)
 
 
+def test_units_are_read_unless_they_are_damaged(tmp_path: Path) -> None:
+    folder = made_run(tmp_path / "run", Maker(Size(steps=2)))
+
+    def units() -> dict[str, list[str]]:
+        model = build([open_run(folder)], audited=False)
+        json.loads(inline_json(model))
+        found: dict[str, list[str]] = model["runs"][0]["units"]
+        return found
+
+    assert units() == UNITS_OF
+    for value in VALUES:
+        for text in (value, b'{"time/step": %s}' % value, b'{"time/step": [%s, %s]}' % (value, value)):
+            (folder / UNITS).write_bytes(text)
+            assert all(len(both) == 2 for both in units().values())
+    (folder / UNITS).unlink()
+    assert units() == {}
+
+
 def test_steps_are_read_once_and_again_after_a_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = made_run(tmp_path / "run", Maker(Size(steps=3)))
     damaged = folder / "trajectories/step_000002.jsonl.gz"
@@ -213,3 +234,58 @@ def test_steps_are_read_once_and_again_after_a_change(tmp_path: Path, monkeypatc
 def test_phase_of_a_run(status: dict[str, Any] | None, has_summary: bool, phase: Phase) -> None:
     """At the time 1000, process 2 of this machine lives, and process 1 does not."""
     assert liveness_of(status, has_summary, 1000.0, "here", lambda pid: pid == 2).phase is phase
+
+
+def test_measured_results_give_one_row_per_set(tmp_path: Path) -> None:
+    """One of 4 answers in nq and both answers in own are right; the expected Wilson interval is from a table."""
+    folder = made_run(tmp_path / "run", Maker(Size(steps=1, groups=1)))
+    failed = turn(Action.SEARCH, "x", "Search failed", error="no answer")
+    answers = [answered(asked(number, "Nile"), said) for number, said in enumerate(["a b", "c", None])]
+    answers.append(answered(asked(3, "Nile"), "the Nile", 0, SEARCH, failed))
+    answers += [answered(asked(number, "Nile", source="own"), "Nile") for number in (4, 5)]
+    late = {"started": "2025-02-01T00:00:00+0000", "baseline": "cot", "engine": "transformers"}
+    add_measured(folder, "eval", *answers, **late)
+    both = [answered(asked(1, "Nile"), said, sample) for sample, said in enumerate(["Nile", "x"])]
+    add_measured(folder, "eval-late", *both, started="2025-01-01", samples=2, temperature=0.5, model="/m")
+    rows = build([open_run(folder)])["runs"][0]["measured"]
+    assert [(row["folder"], row["set"], row["questions"], row["em"]["mean"]) for row in rows] == [
+        ("eval-late", "nq", 1, 0.5),
+        ("eval", "nq", 4, 0.25),
+        ("eval", "own", 2, 1.0),
+        ("eval", None, 6, 0.625),
+    ]
+    assert rows[1]["em"] == pytest.approx({"mean": 0.25, "low": 0.0456, "high": 0.6994}, abs=5e-5)
+    assert [(row["searches"], row["search_errors"]) for row in rows[1:3]] == [(0.5, 1), (0, 0)]
+    assert {k: chance["mean"] for k, chance in rows[0]["pass_at"].items()} == {"1": 0.5, "2": 1.0}
+    how = [(row["model"], row["engine"], row["baseline"], row["samples"]) for row in rows[:2]]
+    assert how == [("/m", "sglang", "none", 2), ("hf", "transformers", "cot", 1)]
+
+
+@pytest.mark.parametrize(
+    ("old", "new"), [('"settings"', '"sets"'), ('"mean": 1.0', '"mean": NaN'), (None, '{"settings": 3, "sets": [1]}')]
+)
+def test_damaged_results_are_reported_and_the_others_are_read(tmp_path: Path, old: str | None, new: str) -> None:
+    folder = made_run(tmp_path / "run", Maker(Size(steps=1, groups=1)))
+    damaged, _ = (add_measured(folder, name, answered(asked(1, "Nile"), "Nile")) for name in ("eval", "eval-2"))
+    assert old is None or old in damaged.read_text()
+    damaged.write_text(damaged.read_text().replace(old, new, 1) if old else new)
+    run = build([open_run(folder)])["runs"][0]
+    assert [row["folder"] for row in run["measured"]] == ["eval-2"]
+    assert [one.split()[0] for one in run["problems"] if one.startswith("eval")] == ["eval/results.json"]
+
+
+def test_chunks_keep_their_numbers_while_a_run_goes_on(tmp_path: Path) -> None:
+    """A page that is already open asks for chunks by their old numbers."""
+    folder = made_run(tmp_path / "run", Maker(Size(steps=3)))
+    late = [folder / "trajectories/step_000003.jsonl.gz", *folder.glob("evaluations/step_000003.json*")]
+    contents = [file.read_bytes() for file in late]
+    for file in late:
+        file.unlink()
+    before: dict[int, Any] = {}
+    build([open_run(folder)], before.__setitem__)
+    for file, content in zip(late, contents, strict=True):
+        file.write_bytes(content)
+    after: dict[int, Any] = {}
+    build([open_run(folder)], after.__setitem__)
+    assert len(after) == len(before) + 2
+    assert after.items() >= before.items()

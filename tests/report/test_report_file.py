@@ -4,6 +4,7 @@ import base64
 import gzip
 import json
 from html.parser import HTMLParser
+from importlib.resources import files
 from pathlib import Path
 
 import pytest
@@ -52,6 +53,10 @@ def test_data_in_a_script_element_stay_data(value: dict[str, object]) -> None:
     assert json.loads(gzip.decompress(base64.b64decode(packed(value)))) == value
 
 
+def test_number_that_json_lacks_is_null() -> None:
+    assert json.loads(inline_json({"a": [float("nan"), float("inf"), 1.5]})) == {"a": [None, None, 1.5]}
+
+
 def test_report_file_holds_the_model_and_all_chunks(tmp_path: Path) -> None:
     runs = [made_run(tmp_path / name, Maker(Size(steps=2), seed=seed)) for seed, name in enumerate(("one", "two"))]
     command(runs)
@@ -96,3 +101,11 @@ def test_run_name_cannot_inject_markup_into_the_live_page() -> None:
     assert "&lt;/title&gt;" in page
     assert "\u202e" not in page
     assert "{{ script }}" in page, "an inserted placeholder must not be filled in"
+
+
+@pytest.mark.parametrize("package", ["rlsys.report", "rlsys.apps.chat"])
+def test_no_script_parses_markup_or_evaluates_text(package: str) -> None:
+    scripts = [file for file in (files(package) / "static").iterdir() if file.name.endswith(".js")]
+    assert scripts
+    words = ("innerHTML", "outerHTML", "insertAdjacentHTML", "document.write", "eval(", "new Function", "DOMParser")
+    assert [(file.name, word) for file in scripts for word in words if word in file.read_text()] == []

@@ -59,6 +59,36 @@ def test_scoring_for_a_later_step_is_on_the_path_if_it_delayed_the_weights() -> 
     assert found.seconds == {"sync": 5.5, "logprob": 1.0, "other": 0.5}
 
 
+def test_switch_that_waits_for_episodes_counts_as_their_activity() -> None:
+    """The switch of `on_update=finish` waits for an episode that generates at 6-8 and searches at 8-9."""
+    spans = [
+        span("rollout.group", "rollout", 0, 2, "engine 0", question="a"),
+        span("generate.turns", "rollout", 0, 1, "engine 0", question="a"),
+        span("search.queries", "rollout", 1, 2, "engine 0", question="a"),
+        span("logprob.compute", "inference", 2, 3, questions=["a"]),
+        span("train.accumulate", "actor", 3, 3.5, step=1, questions=["a"]),
+        span("train.apply", "actor", 3.5, 4, step=1),
+        span("sync.transfer", "driver", 4, 6, step=1),
+        span("generate.turns", "rollout", 5, 8, "engine 0", question="z"),
+        span("search.queries", "rollout", 8, 9, "engine 0", question="z"),
+        span("sync.switch", "driver", 6, 10, step=1),
+    ]
+    found = critical_path(step(*spans, seconds=10))
+    assert found.seconds == {"generation": 3.0, "search": 2.0, "logprob": 1.0, "training": 1.0, "sync": 3.0}
+
+
+def test_optimiser_step_waits_for_the_last_score_if_there_is_a_critic() -> None:
+    spans = [
+        span("logprob.compute", "inference", 0, 1, questions=["a"]),
+        span("train.accumulate", "actor", 1, 2, questions=["a"]),
+        span("logprob.compute", "inference", 1, 4, questions=["b"]),
+        span("train.apply", "actor", 4, 5, step=1),
+    ]
+    with_critic = [*spans, span("values.compute", "critic", 1, 3, questions=["b"])]
+    assert critical_path(step(*with_critic, seconds=5)).seconds == {"logprob": 4.0, "training": 1.0}
+    assert critical_path(step(*spans, seconds=5)).seconds == {"logprob": 1.0, "training": 2.0, "other": 2.0}
+
+
 def test_failed_episodes_lead_to_nothing_and_device_switches_are_counted() -> None:
     failed = span("rollout.group", "rollout", 0, 2, question="a", error="CancelledError")
     again = span("rollout.group", "rollout", 2, 3, question="a")

@@ -116,7 +116,11 @@ def test_answer_that_is_not_a_truth_value_is_refused(answer: object) -> None:
         checked(may_admit=lambda _: answer).may_admit(VIEW)
 
 
-@pytest.mark.parametrize("answer", [None, "1", float("nan"), (1, 2), 1j])
+@pytest.mark.parametrize(
+    "answer",
+    [None, "1", float("nan"), (1, 2), 1j, 10**400],
+    ids=["none", "text", "nan", "pair", "complex", "too large"],
+)
 def test_answer_that_is_not_a_number_is_refused(answer: object) -> None:
     with refused("user_code", KEY):
         checked(priority=lambda _: answer).priority(GROUP)

@@ -7,6 +7,8 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
+
 from rlsys.data.question import Question
 from rlsys.data.trajectory import Trajectory
 
@@ -80,4 +82,6 @@ def _returns(value: Any) -> Callable[[Question, Trajectory], Any]:
     return lambda _question, _trajectory: value
 
 
-not_a_number, text = map(_returns, (float("nan"), "1.0"))
+not_a_number, text, too_large, with_gradient = map(
+    _returns, (float("nan"), "1.0", 10**400, torch.tensor(1.0, requires_grad=True))
+)

@@ -169,6 +169,17 @@ def test_printed_figures_are_right_and_contain_no_control_characters(run: Run) -
     assert result.stderr == "", "other missing files must not be reported"
 
 
+def test_folder_that_cannot_be_audited_is_refused(run: Run, tmp_path: Path) -> None:
+    refuses("malformed", tmp_path, tmp_path)
+    folder = run([])
+    refuses("empty", folder, folder)
+    for config in ("task: 3", "task: {token_mode: both}"):
+        (folder / "config.yaml").write_text(config)
+        refuses("missing", "task.token_mode", folder)
+    (folder / "config.yaml").write_text("task: {token_mode: append, agent: {kind: react}}")
+    refuses("unsupported", "task.agent.kind", folder)
+
+
 def test_missing_or_different_tokenizer_is_refused(run: Run, tokenizer: Path, tmp_path: Path) -> None:
     build_tokenizer(words=True).save_pretrained(tmp_path / "other")
     folder = run(episodes("Paris </search>\n\n<information>"), model="Qwen/Qwen2.5-3B")

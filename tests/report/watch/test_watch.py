@@ -1,9 +1,13 @@
 """Tests of a watched run: the application, rebuilding of its model, and figures for Prometheus."""
 
 import asyncio
+import gzip
+import json
 import threading
+import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -12,8 +16,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from rlsys.observe.faults import FAULTS
 from rlsys.observe.run_folder import open_run
 from rlsys.report import watch
-from rlsys.report.run_model import Phase, RunLiveness
-from rlsys.report.watch import LiveRun, create_app, exposition
+from rlsys.report.run_model import QUIET_S, Phase, RunLiveness
+from rlsys.report.watch import REST, LiveRun, create_app, exposition
 from tests.support.damage import DAMAGES
 from tests.support.growing_run import EVIL, add_evaluation, add_step, write_run, write_status
 from tests.support.made_run import add_changes, add_faults
@@ -79,6 +83,27 @@ async def test_other_host_names_and_posts_are_refused(client: httpx.AsyncClient)
         assert (await client.post(f"/{path}")).status_code == 405, path
 
 
+async def test_page_may_load_data_only_from_its_own_server(client: httpx.AsyncClient) -> None:
+    answer = await client.get("/")
+    assert "connect-src &#x27;self&#x27;" in answer.text
+    assert 'id="model"' not in answer.text
+    secure = {"x-content-type-options": "nosniff", "x-frame-options": "DENY", "cache-control": "no-store"}
+    assert {name: answer.headers[name] for name in secure} == secure
+
+
+async def test_lone_surrogates_and_a_vanished_folder_are_answered(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run")
+    half = json.loads('"half \\ud83d"')
+    write_status(folder, ended=f"failed: {half}", em=float("nan"))
+    async with client_of(LiveRun(folder)) as client:
+        found = (await client.get("/status.json")).json()
+        assert (found["ended"], found["em"]) == (f"failed: {half}", None)
+        for path in ("data.json", "metrics", ""):
+            assert (await client.get(f"/{path}")).status_code == 200
+        folder.rename(tmp_path / "elsewhere")
+        assert (await client.get("/metrics")).status_code == 404
+
+
 async def test_data_chunks_status_and_metrics_are_served(client: httpx.AsyncClient) -> None:
     (found,) = (await client.get("/data.json")).json()["runs"]
     assert (found["name"], found["steps"], found["status"]["step"]) == ("run", [1], 1)
@@ -112,6 +137,51 @@ async def test_status_of_a_change_comes_before_the_change(monkeypatch: pytest.Mo
     assert [(await anext(events)).event for _ in range(3)] == ["status", "status", "change"]
 
 
+class Clock:
+    """A clock that advances by a second per call."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        self.now += 1
+        return self.now
+
+
+def shown(run: LiveRun) -> dict[str, Any]:
+    """Return the only run of the model that the page shows."""
+    (found,) = json.loads(gzip.decompress(run.data()))["runs"]
+    return found
+
+
+def test_model_is_rebuilt_only_after_a_rest_in_proportion_to_its_build_time(tmp_path: Path) -> None:
+    clock = Clock()
+    folder = write_run(tmp_path / "run")
+    run = LiveRun(folder, clock)
+    assert shown(run)["steps"] == []
+    add_step(folder, 1)
+    known = run.known()
+    assert run.version() == known, "the model must rest before it is rebuilt"
+    assert shown(run)["steps"] == []
+    clock.now += REST * clock.now
+    assert run.version() != known
+    assert shown(run)["steps"] == [1]
+    clock.now += 1000
+    assert run.known() == run.version(), "nothing has changed"
+    body = run.data()
+    assert run.data() is body
+
+
+def test_run_of_a_killed_process_is_shown_as_ended(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run")
+    write_status(folder, pid=2**22 + 1, at=time.time() - QUIET_S - 1)  # This pid is above the largest one of Linux.
+    run = LiveRun(folder)
+    ended = (run.status() or {})["ended"]
+    assert ended.startswith("failed: ")
+    assert shown(run)["status"]["ended"] == ended
+    assert b'rlsys_run_phase{phase="gone"} 1.0' in run.metrics()
+
+
 CHANGES: dict[str, Callable[[Path], object]] = {
     "step": lambda run: add_step(run, 1),
     "evaluation": lambda run: add_evaluation(run, 0, 0.5),
@@ -137,6 +207,18 @@ def test_visible_change_makes_a_new_version(tmp_path: Path, change: Callable[[Pa
     assert known == run.version()
     change(folder)
     assert run.version() != known
+
+
+def test_status_change_or_partial_file_makes_no_new_version(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run")
+    write_status(folder)
+    run = LiveRun(folder, clock=lambda: 0.0)
+    known = run.version()
+    write_status(folder, states={})
+    for name in ("evaluations/.step_000004.json.7.part", "trajectories/.step_000004.jsonl.gz.7.part"):
+        add_file(folder / name, "{")
+    assert run.version() == known
+    assert (run.status() or {})["states"] == {}
 
 
 Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]
