@@ -95,3 +95,11 @@ async def test_call_that_does_not_return_ends_the_run(name: str) -> None:
     with refused("user_code", f"reward.terms.{HERE}.{name}"):
         await rewards.score(reading.question, reading.trajectory)
     await rewards.close()
+
+
+@pytest.mark.parametrize(("name", "expected"), [("per_turn", [0.0]), ("too_many", [1.0])])
+async def test_episode_without_turns_has_one_place_for_a_term(
+    name: str, expected: list[float], calls: TimedCalls
+) -> None:
+    path = f"{HERE}.{name}"
+    assert await CustomTerm(path, RewardConfig({path: 1.0}), calls)(read(episode())) == expected
