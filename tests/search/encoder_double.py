@@ -6,6 +6,7 @@ The text or model "die" kills the worker, and the text "hang" stops it.
 import os
 import signal
 import sys
+from contextlib import suppress
 from multiprocessing.connection import Connection
 
 import numpy as np
@@ -21,14 +22,12 @@ def work(pipe: Connection) -> None:
     pipe.send(EncoderFacts(spec.name, "e5", FAMILIES["e5"], spec.max_tokens, 1, "0" * 64))
     while True:
         number, texts, _ = pipe.recv()
-        for text, number_of_signal in (("die", signal.SIGKILL), ("hang", signal.SIGSTOP)):
+        for text, sent in (("die", signal.SIGKILL), ("hang", signal.SIGSTOP)):
             if text in texts:
-                os.kill(os.getpid(), number_of_signal)
+                os.kill(os.getpid(), sent)
         pipe.send((number, np.array([[len(text)] for text in texts], dtype=np.float32)))
 
 
 if __name__ == "__main__":
-    try:
+    with suppress(EOFError):  # the owner has ended
         work(Connection(int(sys.argv[1])))
-    except EOFError:  # the owner has ended
-        pass

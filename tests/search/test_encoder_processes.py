@@ -89,8 +89,8 @@ def test_a_worker_that_dies_or_hangs_is_replaced_and_its_error_names_it(
             process.encode_queries(["die"])
         assert f" {started[2].pid} " in str(caught.value)
         assert process.encode_queries(["again"]).tolist() == [[5]]
-        with monkeypatch.context() as impatient, pytest.raises(RunError) as caught:
-            impatient.setattr(process_module, "_ANSWER_S", 0.1)  # also ends a worker that is merely slow
+        monkeypatch.setattr(process_module, "_ANSWER_S", 0.1)  # ends the new worker too if it is merely slow
+        with pytest.raises(RunError) as caught:
             process.encode_queries(["hang"])
         assert f" {started[4].pid} " in str(caught.value)
         assert len(started) == 5
@@ -99,6 +99,7 @@ def test_a_worker_that_dies_or_hangs_is_replaced_and_its_error_names_it(
     with pytest.raises(RunError) as caught:
         EncoderProcess(EncoderSpec("die"))
     assert f" {started[5].pid} " in str(caught.value)
+    assert len(started) == 6
 
 
 def test_the_death_of_one_of_two_workers_ends_the_work_and_names_it(started: list[subprocess.Popen[bytes]]) -> None:

@@ -252,12 +252,16 @@ def test_settings_of_the_caller_else_the_record_else_the_type_reach_faiss(
     assert used == [[] if value is None else [value] for value in settled]
 
 
-def test_a_search_of_few_lists_finds_less_and_gives_no_hit_twice(copy: Path, corpus_path: Path) -> None:
+def test_a_search_of_few_lists_gives_fewer_hits_each_with_its_document(copy: Path, corpus_path: Path) -> None:
     build(Corpus.open(corpus_path), MINILM, copy, BuildOptions("IVF16,Flat", nprobe=1))
     retriever = open_retriever(copy)
     assert retriever.describe()["nprobe"] == 1
-    (hits,) = retriever.find(retriever.prepare(["Bamako"]), 1000)
-    assert 0 < len({hit.document["id"] for hit in hits}) == len(hits) < 190
+    ready = retriever.prepare(["Bamako", "Lima"])
+    found = [[hit.document["id"] for hit in hits] for hits in retriever.find(ready, 1000)]
+    for row, ids in enumerate(found):
+        assert 0 < len(set(ids)) == len(ids) < 190
+        (alone,) = retriever.find(ready[row : row + 1], 1000)
+        assert ids == [hit.document["id"] for hit in alone]
 
 
 @pytest.mark.parametrize(
