@@ -1,17 +1,20 @@
 """Tests of the corpus: random access by row, and offsets that are used only for the file that they were made from."""
 
+import gzip
 import hashlib
 import json
 import os
 import random
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rlsys.errors import Code, RunError
 from rlsys.search import corpus as corpus_module
 from rlsys.search.corpus import Corpus
 from tests.support.jsonl import read_rows
@@ -94,6 +97,23 @@ def test_a_bad_row_is_named_by_its_line_when_it_is_fetched(tmp_path: Path, line:
     assert "line 2" in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("content", "code"),
+    [
+        (None, "not_found"),
+        (b"\n \r\n\n", "empty"),
+        (gzip.compress(b"{}", mtime=0), "unsupported"),
+        (b"PAR1\x15\x04", "unsupported"),
+    ],
+)
+def test_missing_empty_and_foreign_files_are_refused(tmp_path: Path, content: bytes | None, code: Code) -> None:
+    path = tmp_path / "corpus"
+    if content is not None:
+        path.write_bytes(content)
+    with refused(code, path):
+        Corpus.open(path)
+
+
 def append(path: Path) -> None:
     with path.open("a") as file:
         file.write(row(2000, "more") + "\n")
@@ -131,3 +151,39 @@ def test_a_damaged_offsets_file_is_never_used(tmp_path_factory: pytest.TempPathF
     sidecar.write_bytes(whole[:place])
     assert scans(path)
     assert sidecar.read_bytes() == whole
+
+
+def test_offsets_go_to_the_cache_or_memory_when_the_folder_is_not_writable(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    path.with_name("corpus.jsonl.offsets").mkdir()  # a folder stops root too
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    assert scans(path)
+    assert not scans(path)
+    assert len(list((tmp_path / "cache" / "rlsys").iterdir())) == 1
+    assert not caplog.records
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    assert scans(path)
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert scans(path)
+    assert names_beside(path) == ["corpus.jsonl", "corpus.jsonl.offsets"]
+
+
+def test_a_file_that_changes_while_it_is_scanned_is_refused(path: Path) -> None:
+    scan = corpus_module._write_offsets
+
+    def scan_later(*given: Any) -> Any:
+        append(path)
+        return scan(*given)
+
+    with patch.object(corpus_module, "_write_offsets", scan_later), refused("in_use", path):
+        Corpus.open(path)
+    assert names_beside(path) == ["corpus.jsonl"]
+
+
+def test_a_file_that_shrinks_while_it_is_open_raises_a_run_error(path: Path) -> None:
+    corpus = Corpus.open(path)
+    os.truncate(path, 100)
+    with pytest.raises(RunError, match=path.name):
+        corpus.fetch([1999])

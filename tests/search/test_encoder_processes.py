@@ -1,6 +1,7 @@
 """Tests of encoder processes: the same vectors as in this process, and workers that hang, die or cannot start."""
 
 import signal
+import subprocess
 from collections.abc import Iterator
 from typing import Any
 
@@ -9,9 +10,11 @@ import psutil
 import pytest
 
 from rlsys.errors import RunError
+from rlsys.search.encoders import process as process_module
 from rlsys.search.encoders.encoder import Encoder
 from rlsys.search.encoders.process import EncoderPool, EncoderProcess, EncoderWorker
 from rlsys.search.encoders.spec import EncoderSpec
+from rlsys.search.server_process import child_with_pipe
 from tests.search.conftest import encoder_workers
 from tests.support.refusals import refused
 
@@ -54,6 +57,59 @@ def test_an_unknown_model_is_refused_and_leaves_no_process() -> None:
     with refused("not_found", "intfloat/e5-none"):
         EncoderProcess(EncoderSpec("intfloat/e5-none"))
     assert encoder_workers() == others
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[subprocess.Popen[bytes]]]:
+    """The workers that were started, none of which loads a model; checks that all have ended."""
+    started: list[subprocess.Popen[bytes]] = []
+
+    def start(_: str) -> Any:
+        child, pipe = child_with_pipe("tests.search.encoder_double")
+        started.append(child)
+        return child, pipe
+
+    monkeypatch.setattr(process_module, "child_with_pipe", start)
+    yield started
+    running = [child.pid for child in started if child.poll() is None]
+    for child in started:
+        child.kill()
+    assert running == []
+
+
+def test_a_worker_that_dies_or_hangs_is_replaced_and_its_error_names_it(
+    started: list[subprocess.Popen[bytes]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    process = EncoderProcess(EncoderSpec("double"))
+    try:
+        started[0].kill()
+        assert process.encode_queries(["a", "two"]).tolist() == [[1], [3]]
+        assert len(started) == 2
+        with pytest.raises(RunError) as caught:
+            process.encode_queries(["die"])
+        assert f" {started[2].pid} " in str(caught.value)
+        assert process.encode_queries(["again"]).tolist() == [[5]]
+        monkeypatch.setattr(process_module, "_ANSWER_S", 0.1)  # ends the new worker too if it is merely slow
+        with pytest.raises(RunError) as caught:
+            process.encode_queries(["hang"])
+        assert f" {started[4].pid} " in str(caught.value)
+        assert len(started) == 5
+    finally:
+        process.close()
+    with pytest.raises(RunError) as caught:
+        EncoderProcess(EncoderSpec("die"))
+    assert f" {started[5].pid} " in str(caught.value)
+    assert len(started) == 6
+
+
+def test_the_death_of_one_of_two_workers_ends_the_work_and_names_it(started: list[subprocess.Popen[bytes]]) -> None:
+    with EncoderPool(EncoderSpec("double"), 2) as pool:
+        found = dict(pool.map((number, ["x" * number]) for number in range(6)))
+        assert {number: vectors.tolist() for number, vectors in found.items()} == {n: [[n]] for n in range(6)}
+        with pytest.raises(RunError) as caught:
+            list(pool.map([(0, ["a"]), (1, ["die"]), (2, ["b"])]))
+    assert f" {started[1].pid} " in str(caught.value)
+    assert len(started) == 2
 
 
 @pytest.mark.slow

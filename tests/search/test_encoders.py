@@ -1,5 +1,6 @@
 """Tests of encoders and rerankers against sentence-transformers and transformers, and of shared forward passes."""
 
+import json
 import os
 import shutil
 from collections.abc import Callable
@@ -23,11 +24,15 @@ from transformers import (
     DPRContextEncoder,
     DPRQuestionEncoder,
     RobertaConfig,
+    RobertaForSequenceClassification,
     RobertaModel,
 )
 
+from rlsys.errors import Code
 from rlsys.search.encoders.encoder import Batch, Encoder, Lines, PassCost, Reranker, plan, shares_lines
+from rlsys.search.encoders.spec import family_of_name
 from tests.search.tiny_encoders import SHAPE, bert, minilm_tokenizer, save
+from tests.support.refusals import refused
 
 Array = np.ndarray[Any, Any]
 WEIGHTS = "model.safetensors"
@@ -109,6 +114,64 @@ def test_a_folder_of_sentence_transformers_gives_the_same_vectors(
     np.testing.assert_allclose(encoder.encode_passages(TEXTS), reference.encode_document(TEXTS), atol=1e-5)
 
 
+def test_files_of_sentence_transformers_that_contradict_the_name_are_refused(copy: Path) -> None:
+    modules, pooling = copy / "modules.json", copy / "1_Pooling" / "config.json"
+    pooling.parent.mkdir()
+    parts = {"Transformer": ".", "Pooling": "1_Pooling", "Normalize": "2_Normalize"}
+    modules.write_text(json.dumps([{"type": f"st.{kind}", "path": path} for kind, path in parts.items()]))
+    pooling.write_text(json.dumps({"pooling_mode_cls_token": True, "pooling_mode_mean_tokens": False}))
+    with refused("conflict", "family"):
+        Encoder.load(str(copy))
+    assert Encoder.load(str(copy), "e5").facts.family.pooling == "mean"
+    assert Encoder.load(str(copy), "sentence-transformers").facts.family.pooling == "cls"
+    pooling.write_text(json.dumps({"pooling_mode": ["mean", "max"]}))
+    with refused("unsupported", pooling):
+        Encoder.load(str(copy))
+    modules.write_text("{")
+    with refused("malformed", modules):
+        Encoder.load(str(copy))
+
+
+@pytest.mark.parametrize(
+    ("name", "family"),
+    [
+        ("intfloat/e5-base-v2", "e5"),
+        ("intfloat/e5-mistral-7b-instruct", "e5-mistral-instruct"),
+        ("facebook/dpr-ctx_encoder-single-nq-base", "dpr"),
+        ("someone/bge-e5", None),
+        ("e5/none", None),
+        ("someone/e5base", None),
+    ],
+)
+def test_the_family_is_recognised_by_whole_words_of_the_name(name: str, family: str | None) -> None:
+    assert family_of_name(name) == family
+
+
+def test_each_setting_of_the_family_can_be_overridden(model: BertModel, saved: str) -> None:
+    encoder = Encoder.load(saved, "e5", pooling="last", query_prefix="q ", passage_prefix="", normalize=False)
+    assert_encodes(encoder, "q ", "", lambda text: alone(model, text).last_hidden_state[0, -1].numpy())
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "key"),
+    [
+        ({"device": "cuda:2"}, "no_room", "device"),
+        ({"device": "tpu"}, "unknown", "device"),
+        ({"dtype": "int8"}, "unknown", "dtype"),
+        ({"family": "auto"}, "missing", "family"),
+        ({"family": "sentence-transformers"}, "not_found", None),
+        ({"pooling": "max"}, "unknown", "pooling"),
+        ({"max_tokens": 513}, "out_of_range", "max_tokens"),
+    ],
+)
+def test_settings_that_the_model_or_machine_lacks_are_refused(
+    saved: str, options: dict[str, Any], code: Code, key: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with refused(code, key):
+        Encoder.load(saved, **{"family": "e5"} | options)
+
+
 @pytest.mark.parametrize(("architecture", "projection"), [(DPRContextEncoder, 0), (DPRQuestionEncoder, 8)])
 def test_both_dpr_encoders_load_their_own_weights(tmp_path: Path, architecture: Any, projection: int) -> None:
     torch.manual_seed(0)
@@ -118,8 +181,35 @@ def test_both_dpr_encoders_load_their_own_weights(tmp_path: Path, architecture: 
     assert_encodes(encoder, "", "", lambda text: alone(dpr, text).pooler_output[0].numpy())
 
 
+def resize(**changes: int) -> Callable[[Path], None]:
+    return lambda folder: BertConfig(**SHAPE | changes).save_pretrained(folder)
+
+
 def rewrite_weights(change: Callable[[bytes], bytes]) -> Callable[[Path], object]:
     return lambda folder: (folder / WEIGHTS).write_bytes(change((folder / WEIGHTS).read_bytes()))
+
+
+def remove_vocabulary(folder: Path) -> None:
+    (folder / "tokenizer.json").unlink()
+    (folder / "vocab.txt").unlink(missing_ok=True)
+
+
+@pytest.mark.parametrize(
+    ("damage", "code"),
+    [
+        (resize(num_hidden_layers=3), "mismatch"),
+        (resize(hidden_size=32), "mismatch"),
+        (rewrite_weights(lambda whole: whole[:100]), "malformed"),
+        (remove_vocabulary, "not_found"),
+        (lambda folder: (folder / "config.json").unlink(), "malformed"),
+        (BertForSequenceClassification(BertConfig(**SHAPE)).save_pretrained, "unsupported"),
+    ],
+    ids=["deeper", "wider", "cut", "no vocabulary", "no config", "reranker"],
+)
+def test_an_incomplete_encoder_folder_is_refused(copy: Path, damage: Any, code: Code) -> None:
+    damage(copy)
+    with refused(code, copy):
+        Encoder.load(str(copy))
 
 
 def test_changed_weights_change_the_checksum(copy: Path) -> None:
@@ -161,6 +251,30 @@ def test_scores_equal_cross_encoder_for_each_activation_in_config_json(tmp_path:
     assert np.std(expected) > 0.01
     np.testing.assert_allclose(Reranker.load(folder).scores(PAIRS), expected, atol=1e-5)
     assert Reranker.load(folder).scores([]) == []
+
+
+def test_the_score_of_two_labels_is_the_probability_of_the_second(tmp_path: Path) -> None:
+    folder = tiny(tmp_path, labels=2)
+    logits = CrossEncoder(folder, device="cpu").predict(PAIRS)
+    expected = np.exp(logits[:, 1]) / np.exp(logits).sum(axis=1)
+    np.testing.assert_allclose(Reranker.load(folder).scores(PAIRS), expected, atol=1e-5)
+
+
+def test_models_that_are_no_rerankers_are_refused(tmp_path: Path) -> None:
+    tanh = {"activation_fn": "torch.nn.modules.activation.Tanh"}
+    three, other = tiny(tmp_path / "three", labels=3), tiny(tmp_path / "tanh", sentence_transformers=tanh)
+    cases: list[tuple[str, Code]] = [("minilm", "mismatch"), (three, "unsupported"), (other, "unsupported")]
+    for name, code in cases:
+        with refused(code, name):
+            Reranker.load(name)
+
+
+def test_learned_positions_begin_after_the_padding_row(tmp_path: Path) -> None:
+    config = RobertaConfig(**SHARP, num_labels=1, pad_token_id=0, max_position_embeddings=65)
+    folder = save(RobertaForSequenceClassification(config), tmp_path)
+    assert np.isfinite(Reranker.load(folder, max_tokens=64).scores(PAIRS)).all()
+    with refused("out_of_range", "max_tokens"):
+        Reranker.load(folder, max_tokens=65)
 
 
 # ---- forward passes

@@ -5,6 +5,7 @@ import logging
 import shutil
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import faiss
 import numpy as np
@@ -14,16 +15,22 @@ from rlsys.errors import Code
 from rlsys.search.corpus import Corpus
 from rlsys.search.encoders.encoder import Encoder
 from rlsys.search.encoders.spec import EncoderSpec
+from rlsys.search.index import dense
 from rlsys.search.index.dense import (
+    BuildOptions,
     DenseIndex,
+    FaissSettings,
     SearchOptions,
     VectorRetriever,
     Vectors,
+    build,
     new_index,
     open_prebuilt,
     reserve,
+    settle,
 )
-from rlsys.search.index.fusion import build_hybrid, fuse
+from rlsys.search.index.fusion import HybridRetriever, build_hybrid, fuse
+from rlsys.search.index.lexical import LexicalOptions, build_lexical
 from rlsys.search.server.command import open_retriever
 from tests.search.index_edits import Edit, edit_corpus, edit_manifest
 from tests.support.refusals import refused
@@ -65,7 +72,7 @@ def test_an_inconsistent_index_folder_is_refused(copy: Path, damage: Edit, code:
         DenseIndex.open(copy)
 
 
-def test_other_weights_are_refused_except_for_a_query_encoder_of_dpr(copy: Path) -> None:
+def test_other_weights_are_refused_except_for_a_query_encoder_of_dpr(copy: Path, spec: EncoderSpec) -> None:
     edit_manifest(encoder_sha256="0" * 64)(copy)
     for encoder in (None, "minilm"):
         with refused("mismatch", "minilm"):
@@ -74,6 +81,8 @@ def test_other_weights_are_refused_except_for_a_query_encoder_of_dpr(copy: Path)
     with refused("mismatch", "minilm"):
         VectorRetriever.open(copy)
     assert VectorRetriever.open(copy, "minilm").describe()["passages"] == 200
+    with refused("mismatch", spec.name):  # it gives vectors of another dimension
+        VectorRetriever.open(copy, spec.name)
 
 
 def test_queries_are_encoded_with_the_settings_of_the_manifest(copy: Path, queries: list[str]) -> None:
@@ -93,6 +102,23 @@ def test_a_bare_faiss_file_is_served_with_its_corpus_and_a_warning(
     for hits, expected in zip(*(one.find(one.prepare(queries), 3) for one in (bare, retriever)), strict=True):
         assert [hit.score for hit in hits] == pytest.approx([hit.score for hit in expected], abs=1e-5)
         assert hits[0].document == expected[0].document
+
+
+def test_a_bare_faiss_file_that_does_not_fit_is_refused(tmp_path: Path, corpus_path: Path, spec: EncoderSpec) -> None:
+    path, inner = tmp_path / "bare.index", faiss.METRIC_INNER_PRODUCT
+    with refused("not_found", path):
+        open_prebuilt(path, corpus_path, spec)
+    cases: list[tuple[int, int, int, Code, object]] = [
+        (199, 16, inner, "mismatch", corpus_path),
+        (200, 32, inner, "mismatch", spec.name),
+        (200, 16, faiss.METRIC_L2, "unsupported", path),
+    ]
+    for rows, dimension, metric, code, key in cases:
+        index = faiss.index_factory(dimension, "Flat", metric)
+        index.add(np.ones((rows, dimension), dtype=np.float32))
+        faiss.write_index(index, str(path))
+        with refused(code, str(key)):
+            open_prebuilt(path, corpus_path, spec)
 
 
 # ---- hybrids
@@ -134,6 +160,40 @@ def test_a_hybrid_finds_each_passage_of_a_document(tmp_path: Path, spec: Encoder
     assert {hit.document["contents"] for hit in hits} == {*texts}
 
 
+@pytest.fixture
+def hybrid(hybrid_dir: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(hybrid_dir, tmp_path / "copy"))
+
+
+def test_only_the_changed_part_of_a_hybrid_is_rebuilt(hybrid: Path, corpus_path: Path, spec: EncoderSpec) -> None:
+    corpus, stages = Corpus.open(corpus_path), set[str]()
+    before = (hybrid / "dense" / "index.faiss").stat().st_ino
+    assert not build_hybrid(corpus, spec, hybrid)
+    assert build_hybrid(corpus, spec, hybrid, None, LexicalOptions(k1=1.5), lambda *step: stages.add(step[0]))
+    assert stages == {"tokenise"}
+    assert (hybrid / "dense" / "index.faiss").stat().st_ino == before
+    assert HybridRetriever.open(hybrid).describe()["bm25"]["k1"] == 1.5
+    assert not list(hybrid.parent.glob(".*"))
+
+
+def test_parts_of_another_corpus_are_refused_and_closed(hybrid: Path, corpus_path: Path, tmp_path: Path) -> None:
+    def refuse(code: Code, key: Path | str, closed: int) -> None:
+        with patch.object(VectorRetriever, "close") as close, refused(code, key):
+            HybridRetriever.open(hybrid)
+        assert close.call_count == closed
+
+    with refused("mismatch", hybrid / "dense"):
+        HybridRetriever.open(hybrid / "dense")
+    edit_manifest(corpus_sha256="0" * 64)(hybrid)
+    refuse("mismatch", hybrid, closed=1)
+    shorter = tmp_path / "shorter.jsonl"
+    shorter.write_text("".join(corpus_path.read_text().splitlines(keepends=True)[:5]))
+    build_lexical(Corpus.open(shorter), hybrid / "bm25")
+    refuse("mismatch", "corpus_sha256", closed=1)
+    shutil.rmtree(hybrid / "bm25")
+    refuse("not_found", hybrid / "bm25", closed=1)
+
+
 # ---- vectors
 
 DIMENSION = 64
@@ -167,3 +227,54 @@ def test_an_answer_does_not_depend_on_topk(faiss_type: str, tmp_path: Path) -> N
         np.testing.assert_array_equal(some_scores, scores[:, :topk])
     assert (index.search(asked, 500)[1] >= 0).all() or "IVF" in faiss_type
     np.testing.assert_array_equal(index.search(asked, 200)[1], rows)
+
+
+@pytest.mark.parametrize(
+    ("faiss_type", "asked", "recorded", "settled"),
+    [
+        ("Flat", {}, {}, (None, None)),
+        ("OPQ8_32,IVF256_HNSW8,PQ8x4fs,RFlat", {}, {}, (16, 128)),
+        ("IVF256,Flat", {}, {"nprobe": 5}, (5, None)),
+        ("IVF256,Flat", {"nprobe": 6}, {"nprobe": 5}, (6, None)),
+        ("HNSW4", {}, {"ef_search": 300}, (None, 300)),
+        ("HNSW4", {"ef_search": 400}, {"ef_search": 300}, (None, 400)),
+    ],
+)
+def test_settings_of_the_caller_else_the_record_else_the_type_reach_faiss(
+    tmp_path: Path, faiss_type: str, asked: Any, recorded: Any, settled: tuple[int | None, int | None]
+) -> None:
+    path, depth = write(tmp_path / "i", faiss_type, drawn(300, seed=0)), 1
+    vectors = Vectors.open(path, SearchOptions(**asked, depth=depth), recorded=FaissSettings(**recorded))
+    assert vectors.settings == FaissSettings(*settled)
+    layers = list(dense._layers(vectors._index))
+    used = [[layer.nprobe for layer in layers if hasattr(layer, "nprobe")]]
+    used.append([layer.hnsw.efSearch for layer in layers if hasattr(layer, "hnsw")])
+    assert used == [[] if value is None else [value] for value in settled]
+
+
+def test_a_search_of_few_lists_gives_fewer_hits_each_with_its_document(copy: Path, corpus_path: Path) -> None:
+    build(Corpus.open(corpus_path), MINILM, copy, BuildOptions("IVF16,Flat", nprobe=1))
+    retriever = open_retriever(copy)
+    assert retriever.describe()["nprobe"] == 1
+    ready = retriever.prepare(["Bamako", "Lima"])
+    found = [[hit.document["id"] for hit in hits] for hits in retriever.find(ready, 1000)]
+    for row, ids in enumerate(found):
+        assert 0 < len(set(ids)) == len(ids) < 190
+        (alone,) = retriever.find(ready[row : row + 1], 1000)
+        assert ids == [hit.document["id"] for hit in alone]
+
+
+@pytest.mark.parametrize(
+    ("faiss_type", "asked", "code", "key"),
+    [
+        ("Flat", {"nprobe": 1}, "conflict", "nprobe"),
+        ("IVF4,Flat", {"nprobe": 5}, "out_of_range", "nprobe"),
+        ("HNSW4", {"ef_search": 0}, "out_of_range", "ef_search"),
+        ("Flatty", {}, "unknown", "faiss_type"),
+        ("HNSW32_PQ16", {}, "unsupported", "faiss_type"),
+        ("IDMap,Flat", {}, "unsupported", "faiss_type"),
+    ],
+)
+def test_unsupported_index_types_and_settings_are_refused(faiss_type: str, asked: Any, code: Code, key: str) -> None:
+    with refused(code, key):
+        settle(new_index(faiss_type, DIMENSION), FaissSettings(**asked), faiss_type=faiss_type)

@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rlsys.errors import RunError
+from rlsys.errors import Code, RunError
 from rlsys.search.corpus import Corpus
 from rlsys.search.encoders.encoder import Encoder
 from rlsys.search.encoders.spec import EncoderSpec
 from rlsys.search.index import dense
-from rlsys.search.index.dense import BuildOptions, DenseIndex, build
-from rlsys.search.index.folder import claim_draft
+from rlsys.search.index.dense import BuildOptions, ChunkWriter, DenseIndex, Embeddings, build
+from rlsys.search.index.folder import claim_draft, new_array
 from rlsys.search.index.lexical import build_lexical
 from rlsys.search.index.make import make_index, recipe
 from tests.support.megatron_processes import forks
@@ -116,6 +116,27 @@ def test_only_changed_stages_are_repeated(copy: Path, corpus: Corpus, spec: Enco
     assert embeddings_of(copy).dtype == np.float16
 
 
+@pytest.mark.parametrize(
+    ("options", "code"),
+    [
+        (BuildOptions("IVF64,Flat", max_train_rows=63), "mismatch"),
+        (BuildOptions("Flatty"), "unknown"),
+        (BuildOptions(), "malformed"),
+    ],
+)
+def test_an_impossible_build_is_refused_before_encoding(
+    copy: Path, corpus: Corpus, spec: EncoderSpec, tmp_path: Path, options: BuildOptions, code: Code
+) -> None:
+    """The last build is of a corpus with an invalid line."""
+    bad, stages = tmp_path / "bad.jsonl", Stages()
+    bad.write_text('{"id": "0", "contents": "fine"}\n{"id": "1"}\n')
+    with refused(code, bad if code == "malformed" else "faiss_type"):
+        build(Corpus.open(bad) if code == "malformed" else corpus, spec, copy, options, stages)
+    assert stages == {}
+    assert DenseIndex.open(copy).manifest.rows == 200
+    assert not list(tmp_path.glob(".*"))
+
+
 def test_foreign_folders_and_claimed_drafts_are_left_unchanged(
     tmp_path: Path, corpus: Corpus, spec: EncoderSpec
 ) -> None:
@@ -157,6 +178,32 @@ def test_a_whole_index_is_left_after_a_kill_at_any_step(
     left = {path: path.read_text() for path in tmp_path.rglob("*") if path.is_file()}
     shown = {path: text for path, text in left.items() if path.name not in ("lock", "manifest.json")}
     assert shown == {place(name): text for name, text in after.items()}
+
+
+def test_vectors_that_overflow_are_not_stored(tmp_path: Path) -> None:
+    new_array(tmp_path / "e.npy", (100, 4), np.dtype("float16")).flush()
+    embeddings = Embeddings.open(tmp_path / "e.npy", 100, 4, "float16")
+    writer, vectors = ChunkWriter(embeddings, tmp_path / "done"), np.ones((100 - CHUNK, 4), dtype=np.float32)
+    vectors[7] = 1e6
+    with pytest.raises(RunError, match=f"line {CHUNK + 8} "):
+        writer.put(1, vectors)
+    assert writer.missing() == [0, 1]
+    writer.put(1, np.ones_like(vectors))
+    assert ChunkWriter(embeddings, tmp_path / "done").missing() == [0]
+
+
+def test_a_training_sample_holds_distinct_rows_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dense, "BLOCK_BYTES", 100)  # eight rows
+    whole = np.arange(300, dtype=np.float32).reshape(100, 3)
+    np.save(tmp_path / "e.npy", whole)
+    embeddings = Embeddings.open(tmp_path / "e.npy", 100, 3, "float32")
+    sample = embeddings.sample(40, seed=0)
+    rows = (sample[:, 0] / 3).astype(int)
+    assert len(rows) == 40
+    assert (np.diff(rows) > 0).all()
+    assert rows[-1] > 40
+    np.testing.assert_array_equal(sample, whole[rows])
+    np.testing.assert_array_equal(embeddings.sample(100, seed=0), whole)
 
 
 def test_make_index_replaces_an_index_of_other_inputs_only_on_request(

@@ -19,6 +19,7 @@ from rlsys.search.corpus import Corpus
 from rlsys.search.ingest import (
     Chunking,
     CutQuality,
+    Fields,
     Section,
     Summary,
     chunk_text,
@@ -94,6 +95,17 @@ def test_passages_of_a_long_document_are_numbered_and_keep_its_title(tmp_path: P
     assert (summary.words, summary.longest) == (150, 50)
 
 
+def test_fields_can_be_named_and_duplicates_dropped(tmp_path: Path) -> None:
+    row = {"text": "no", "abstract": "yes", "name": "A\nb", "key": "k"}
+    source = write(tmp_path / "in.jsonl", [row, row | {"key": "l"}, row | {"key": "m", "name": "C"}])
+    fields = Fields(text="abstract", title="name", id="key")
+    assert len(run(tmp_path, source, fields=fields)[0]) == 3
+    passages, summary = run(tmp_path, source, fields=fields, drop_duplicates=True)
+    made = {"text": "no", "source": "in.jsonl"}
+    assert passages == [{"id": "k", "contents": '"A b"\nyes', **made}, {"id": "m", "contents": '"C"\nyes', **made}]
+    assert summary.duplicates == 1
+
+
 def test_chunks_are_measured_in_tokens_of_the_encoder(tmp_path: Path) -> None:
     text = "Unbelievably internationalised tokenisation! Ünïcode café, naïve 3.14159 and hyper-parameters. " * 8
     source = write(tmp_path / "in.txt", text)
@@ -131,6 +143,24 @@ def test_bad_files_are_refused_with_the_position(
     assert [path.read_text() for path in out.parent.iterdir()] == ["before"]
 
 
+def test_bad_sources_and_settings_are_refused(tmp_path: Path) -> None:
+    out, none, same = tmp_path / "out.jsonl", tmp_path / "none", write(tmp_path / "same.jsonl", [{"text": "a"}])
+    before = same.read_bytes()
+    with refused("not_found", none):
+        ingest([none], out)
+    none.mkdir()
+    with refused("empty", none):
+        ingest([none], out)
+    with refused("conflict", same):
+        ingest([same], same)
+    assert same.read_bytes() == before
+    with refused("unknown", "name"):
+        ingest([same], out, fields=Fields(title="name"))
+    assert not out.exists()
+    with refused("out_of_range", "overlap"):
+        Chunking(size=5, overlap=5)
+
+
 def test_a_document_whose_passages_would_fill_the_disk_is_refused(tmp_path: Path) -> None:
     """Each passage repeats the title and the other fields."""
     words = "word " * 1000
@@ -164,6 +194,35 @@ def test_a_document_whose_passages_would_fill_the_disk_is_refused(tmp_path: Path
 )
 def test_headings_become_a_path_of_titles(source: str, expected: list[str]) -> None:
     assert [section.title for section in sections(source, "name")] == expected
+
+
+@pytest.mark.parametrize(
+    ("front_matter", "title"),
+    [
+        ("a: 1\ntitle: >\n  two\n  lines\nb: {title: not this}", "two lines"),
+        ("title: " + "1" * 5000, "1" * 200),
+        ("a: " + "[" * 300 + "]" * 300 + "\ntitle: deep", "deep"),
+    ],
+    ids=["folded", "long", "deep"],
+)
+def test_a_title_of_front_matter_is_one_line_of_at_most_200_characters(front_matter: str, title: str) -> None:
+    assert list(sections(f"---\n{front_matter}\n---\ntext", "name")) == [Section(title, "text")]
+
+
+@pytest.mark.parametrize(
+    "front_matter",
+    [
+        'title: "\\UFFFFFFFF"',
+        'title: "\\ud800"',
+        f"%YAML {'1' * 5000}.1\n--- \ntitle: x",
+        "title: x\n" + "a: b\n" * 10_000,
+    ],
+    ids=["no character", "a surrogate", "a version", "long"],
+)
+def test_invalid_front_matter_is_kept_as_text(front_matter: str) -> None:
+    found = list(sections(f"---\n{front_matter}\n---\n\nlast", "name"))
+    assert found[-1].text.endswith("last")
+    assert front_matter.split()[0] in "".join(section.title + section.text for section in found)
 
 
 @pytest.mark.parametrize(
@@ -229,6 +288,12 @@ def test_markup_is_removed_and_list_items_and_rows_stay_on_their_lines(source: s
     assert list(sections(source, "name")) == [Section("name", text)]
 
 
+def test_code_is_kept_and_marked() -> None:
+    (section,) = sections("Run:\n\n```sh\n# no heading\n\n  pip\n```\n\nthen\n\n    indented\n", "name")
+    assert section.text == "Run:\n\n# no heading\n\n  pip\n\nthen\n\nindented"
+    assert [section.text[begin:end] for begin, end in section.code] == ["# no heading\n\n  pip", "indented"]
+
+
 # ---- chunks
 
 LETTERS = st.text(st.sampled_from("abC.,!?)\"'1-éß中。かダ#"), min_size=1, max_size=6)
@@ -269,6 +334,22 @@ def test_cuts_prefer_paragraphs_then_sentences_then_words() -> None:
     text = f"{first}\n\n{last}"
     assert chunk_text(text, size=8) == [first, last]
     assert chunk_text(text, size=4) == ["One two three.", "Four five six.", "Seven eight nine ten", "eleven."]
+
+
+def test_overlap_starts_at_a_sentence_if_one_is_in_reach() -> None:
+    text = "A b c d. E f. G h i j. K l."
+    assert chunk_text(text, size=6, overlap=3) == ["A b c d. E f.", "E f. G h i j.", "h i j. K l."]
+    assert chunk_text("a b c d e f g h i", size=4, overlap=2) == ["a b c d", "c d e f", "e f g h", "g h i"]
+
+
+def test_code_stays_whole_if_it_fits_and_is_cut_at_lines_otherwise() -> None:
+    code = "a = 1\n\nb = 2"
+    text = f"Some words. More of them.\n\n{code}\n\nAnd then."
+    begin = text.index(code)
+    chunks = chunk_text(text, size=9, code=[(begin, begin + len(code))])
+    assert chunks == ["Some words. More of them.", f"{code}\n\nAnd then."]
+    assert chunk_text(code, size=4, code=[(0, len(code))]) == ["a = 1", "b = 2"]
+    assert chunk_text("a.b C. D\ne", size=3, code=[(0, 10)]) == ["a.b C. D", "e"], "no sentences in code"
 
 
 def test_a_name_that_is_no_utf8_is_written_with_escapes(tmp_path: Path) -> None:

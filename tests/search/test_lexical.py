@@ -1,11 +1,14 @@
 """Tests of BM25 indexes: against the formula and bm25s, and with damaged files."""
 
+import errno
 import json
 import math
+import os
 import shutil
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Event, Lock
 from typing import Any
 from unittest.mock import Mock
 
@@ -15,12 +18,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlsys.errors import RunError, UserError
+from rlsys.errors import Code, RunError, UserError
 from rlsys.search.corpus import Corpus
 from rlsys.search.index import lexical
 from rlsys.search.index.lexical import (
     LexicalOptions,
     LexicalRetriever,
+    Postings,
     PostingsBuilder,
     PostingsScorer,
     WordSplitter,
@@ -136,6 +140,40 @@ def test_words_are_split_as_by_lucenes_english_analyser() -> None:
         LexicalOptions(k1=math.nan)
 
 
+def grow(path: Path) -> None:
+    with path.open("a") as file:
+        file.write('{"id": "1", "contents": "more"}\n')
+
+
+@pytest.mark.parametrize(("text", "grows", "code"), [("?", False, "empty"), ("word", True, "in_use")])
+def test_a_corpus_without_words_or_that_grows_leaves_the_old_index_and_no_draft(
+    copy: Path, tmp_path: Path, text: str, grows: bool, code: Code
+) -> None:
+    path, before = write(tmp_path / "corpus.jsonl", [text]), (copy / "manifest.json").read_text()
+    with refused(code, path):
+        build_lexical(Corpus.open(path), copy, progress=lambda *_: grow(path) if grows else None)
+    assert (copy / "manifest.json").read_text() == before
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_a_failed_fsync_leaves_no_index(corpus_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Linux reports a lost page only once, so that a second fsync would succeed."""
+    real, synced = os.fsync, []
+
+    def fail_once(descriptor: int) -> None:
+        synced.append(descriptor)
+        if len(synced) == 3:  # the first call syncs the manifest
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        real(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fail_once)
+    corpus, out = Corpus.open(corpus_path), tmp_path / "index"
+    with pytest.raises(RunError, match=str(out)):
+        build_lexical(corpus, out)
+    assert not list(tmp_path.rglob("manifest.json"))
+    assert build_lexical(corpus, out)
+
+
 def edit_array(name: str, change: Callable[[Array], Array]) -> Edit:
     def edit(folder: Path) -> None:
         path = folder / "postings" / f"{name}.csc.index.npy"
@@ -179,3 +217,43 @@ def test_a_damaged_index_raises_a_readable_error(
         find_all(copy, [passage["contents"] for passage in passages])
     assert (caught.type, caught.value.code) == (UserError if told else RunError, told)
     assert str(caught.value).isprintable()
+
+
+def test_a_query_that_fails_on_damage_leaves_the_next_unaffected() -> None:
+    starts, entries = np.array([0, 2, 3]), np.array([0, 9, 0], dtype=np.int32)
+    scorer = PostingsScorer(Postings(starts, entries, np.ones(3, dtype=np.float32)), 2)
+    with pytest.raises(IndexError):
+        scorer.best(np.array([0], dtype=np.int32), 5)
+    rows, scores = scorer.best(np.array([1], dtype=np.int32), 5)
+    assert (rows.tolist(), scores.tolist()) == ([0], [1.0])
+
+
+def test_concurrent_queries_share_no_scorer_and_give_the_same_hits(
+    bm25_dir: Path, queries: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first query keeps its scorer until the other two, which run in the other thread, have ended."""
+    retriever = LexicalRetriever.open(bm25_dir, threads=2)
+    ready, real = retriever.prepare(queries[:3]), PostingsScorer.best
+    expected = retriever.find(ready, 5)
+    busy: list[PostingsScorer] = []
+    shared: list[bool] = []
+    lock, ended = Lock(), Event()
+
+    def best(scorer: PostingsScorer, terms: Any, topk: int) -> Any:
+        with lock:
+            first = not shared
+            shared.append(scorer in busy)
+            busy.append(scorer)
+        if first:
+            assert ended.wait(900)
+        found = real(scorer, terms, topk)
+        with lock:
+            busy.remove(scorer)
+            if len(shared) == 3:
+                ended.set()
+        return found
+
+    monkeypatch.setattr(PostingsScorer, "best", best)
+    assert retriever.find(ready, 5) == expected
+    assert shared == [False] * 3
+    retriever.close()

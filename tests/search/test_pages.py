@@ -83,6 +83,12 @@ def test_a_page_is_found_by_any_spelling_of_its_url_and_by_no_other(
     assert found(store, asked) == [stored]
 
 
+def test_exact_urls_are_preferred_and_the_last_page_of_a_url_counts(tmp_path: Path) -> None:
+    stored = [page(f"{WIKI}/A", "first"), page(f"{WIKI}/A", "last"), page(f"{WIKI}/A/", "slash")]
+    store = PageStore(write(tmp_path / "pages.jsonl", stored))
+    assert found(store, f"{WIKI}/A", f"{WIKI}/A/", f"{WIKI}/A#x") == ["last", "slash", "slash"]
+
+
 @pytest.mark.parametrize("bad", ['{"contents": "text"}', '{"url": 5, "contents": "text"}', '{"url": "u"}', "x"])
 def test_a_bad_page_is_named_when_the_file_is_opened(tmp_path: Path, bad: str) -> None:
     path = write(tmp_path / "pages.jsonl", [page("u")])

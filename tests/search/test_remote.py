@@ -1,6 +1,7 @@
 """Tests of indexes on Elasticsearch and OpenSearch, against a fake of their REST API."""
 
 import base64
+import gzip
 import json
 import re
 from collections.abc import Iterator
@@ -10,12 +11,13 @@ from typing import Any
 import pytest
 from starlette.applications import Starlette
 from starlette.requests import Request
-from starlette.responses import JSONResponse
+from starlette.responses import Response
 from starlette.routing import Route
 
 from rlsys.errors import Code, RunError
 from rlsys.search.corpus import Corpus
 from rlsys.search.index import remote
+from rlsys.search.index.folder import REMOTE
 from rlsys.search.index.remote import Patience, RemoteRetriever, build_remote
 from rlsys.search.server.command import open_retriever
 from tests.support.refusals import refused
@@ -34,16 +36,21 @@ class FakeElastic:
         self.kind, self.version, self.url = kind, VERSIONS[kind], ""
         self.authorization: str | None = None
         self.busy = 0  # number of requests to answer with 503
+        self.crowded = 0  # number of documents to answer with 429
+        self.compresses = False
         self.room = 10**6  # once this many documents are written, bulk requests are answered with 500
         self.indices: dict[str, Any] = {}
         self.documents: dict[str, dict[str, Any]] = {}
         self.written: list[str] = []
 
     def app(self) -> Starlette:
-        async def respond(request: Request) -> JSONResponse:
+        async def respond(request: Request) -> Response:
             status, answer = self.answer(request, await request.body())
-            product = {"X-Elastic-Product": "Elasticsearch"} if self.kind == "elasticsearch" else {}
-            return JSONResponse(answer if status < 300 else {"error": answer, "status": status}, status, product)
+            headers = {"X-Elastic-Product": "Elasticsearch"} if self.kind == "elasticsearch" else {}
+            body = json.dumps(answer if status < 300 else {"error": answer, "status": status}).encode()
+            if self.compresses:
+                body, headers["Content-Encoding"] = gzip.compress(body), "gzip"
+            return Response(body, status, headers, "application/json")
 
         return Starlette(routes=[Route("/{path:path}", respond, methods=["GET", "PUT", "POST"])])
 
@@ -78,10 +85,18 @@ class FakeElastic:
     def bulk(self, lines: list[Any]) -> tuple[int, Any]:
         if len(self.written) >= self.room:
             return 500, {"type": "disaster", "reason": "the disk is on fire"}
+        items = []
         for action, source in zip(lines[::2], lines[1::2], strict=True):
-            self.documents[action["index"]["_index"]][action["index"]["_id"]] = source
-            self.written.append(action["index"]["_id"])
-        return 200, {"errors": False, "items": [{"index": {"status": 201}} for _ in lines[::2]]}
+            named = action["index"]
+            if self.crowded:
+                self.crowded -= 1
+                cause = {"type": "rejected_execution_exception", "reason": "come back later"}
+                items.append({"index": named | {"status": 429, "error": cause}})
+                continue
+            self.documents[named["_index"]][named["_id"]] = source
+            self.written.append(named["_id"])
+            items.append({"index": {"status": 201}})
+        return 200, {"errors": any("error" in item["index"] for item in items), "items": items}
 
     def search(self, name: str, asked: dict[str, Any]) -> dict[str, Any]:
         query = asked["query"]["match"]["contents"].split()
@@ -218,3 +233,51 @@ def test_credentials_come_from_the_environment(
         assert not load(corpus, tmp_path / "out", fake)
     else:
         refuse("unsupported", "RLSYS_SEARCH_API_KEY")
+
+
+def test_documents_answered_with_429_are_sent_again_a_few_times(
+    fake: FakeElastic, corpus: Corpus, tmp_path: Path
+) -> None:
+    fake.crowded = 250  # the first block is answered so twice, and half of it a third time
+    assert load(corpus, tmp_path / "out", fake)
+    assert sorted(fake.written, key=int) == [str(row) for row in range(ROWS)]
+    fake.indices.clear()
+    fake.crowded = before = 10**6
+    with pytest.raises(RunError, match=fake.url):
+        load(corpus, tmp_path / "out", fake)
+    assert before - fake.crowded == 100 * (1 + PATIENCE.retries)
+
+
+def test_a_wrong_url_is_refused_without_repeating_its_password(corpus: Corpus, tmp_path: Path) -> None:
+    for url in ("ftp://wiki.example:21", "http://wiki.example", "http://["):
+        with refused("malformed", url):
+            build_remote(corpus, tmp_path / "out", url, "wiki")
+    with refused("unsupported", "wiki.example") as caught:
+        build_remote(corpus, tmp_path / "out", "https://me:secret@wiki.example", "wiki")
+    assert "secret" not in str(caught.value)
+
+
+def test_a_server_of_the_other_kind_or_version_is_refused(fake: FakeElastic, corpus: Corpus, tmp_path: Path) -> None:
+    (other,) = set(REMOTE) - {fake.kind}
+    with refused("mismatch", fake.url):
+        load(corpus, tmp_path / "out", fake, other)
+    fake.version = "8.19.0"
+    with refused("mismatch", fake.url):
+        load(corpus, tmp_path / "out", fake, "elasticsearch")
+
+
+def test_an_answer_that_is_compressed_or_beyond_the_limit_is_an_error(
+    fake: FakeElastic, corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    load(corpus, tmp_path / "out", fake)
+    retriever = RemoteRetriever.open(tmp_path / "out", patience=PATIENCE)
+    (hits,) = retriever.find(["dog"], 100)
+    assert len(hits) == 100
+    monkeypatch.setattr(remote, "_MAX_ANSWER_BYTES", 5000)
+    assert len(retriever.find(["dog"], 1)[0]) == 1
+    with pytest.raises(RunError, match=fake.url):
+        retriever.find(["dog"], 100)
+    fake.compresses = True
+    with pytest.raises(RunError, match=fake.url):
+        retriever.find(["dog"], 1)
+    retriever.close()
