@@ -25,6 +25,7 @@ SLURM = {"SLURM_NODEID": "2", "SLURM_NNODES": "4", "SLURM_JOB_NODELIST": "gpu[09
             {},
             Role(1, 2, "a", 29500),
         ),
+        ({"NODE_RANK": "1", "NNODES": "2", "MASTER_ADDR": "a"}, {}, Role(1, 2, "a", 6379)),
         ({"NODE_RANK": "1", "NNODES": "2", "MASTER_ADDR": "a"}, {"head": "b"}, Role(1, 2, "b", 6379)),
         (SLURM, {}, Role(2, 4, "gpu09", 6379, ("gpu09", "gpu10", "gpu11", "big"))),
         (
