@@ -14,6 +14,7 @@ that it waits in. `dump` never fails or blocks for long.
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import re
 import signal
@@ -26,6 +27,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import ray
@@ -150,7 +152,7 @@ def threads_of_this_process() -> str:
 
     In the form of faulthandler, without its limit.
     """
-    main, own, stacks = threading.main_thread().ident, threading.get_ident(), sys._current_frames()
+    main, own, stacks = threading.main_thread().ident, threading.get_ident(), current_frames()
     parts = [f"process {os.getpid()} (driver)\n"]
     for ident in sorted(stacks, key=lambda ident: (ident == main, ident)):
         parts.append(f"{'Current thread' if ident == own else 'Thread'} 0x{ident:016x} (most recent call first):")
@@ -158,6 +160,21 @@ def threads_of_this_process() -> str:
             parts.append(f'  File "{frame.f_code.co_filename}", line {line} in {frame.f_code.co_name}')
         parts.append("")
     return "\n".join(parts)
+
+
+def current_frames() -> dict[int, FrameType]:
+    """Return the innermost frame of each thread by its identifier.
+
+    No garbage is collected meanwhile: CPython 3.11 holds a lock here that a new thread needs, and a finaliser or a callback
+    of the collector lets other threads run, which then wait for each other for ever (github.com/python/cpython/issues/106883).
+    """
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        return sys._current_frames()
+    finally:
+        if collects:
+            gc.enable()
 
 
 def tasks_of(loop: asyncio.AbstractEventLoop) -> str:

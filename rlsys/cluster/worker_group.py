@@ -426,7 +426,7 @@ def _environment(cluster: ClusterConfig, device_ids: Sequence[str] | None) -> di
     if cluster.device is Device.gpu:
         environment |= {name: os.environ.get(name, value) for name, value in NCCL_SETTINGS.items()}
     else:
-        # torch.compile needs a C++ compiler on a CPU. Without it, Megatron and SGLang are imported 0.8 s sooner too.
+        # On a CPU, torch.compile needs a C++ compiler. Disabling it also imports Megatron and SGLang 0.8 s faster.
         environment["TORCHDYNAMO_DISABLE"] = "1"
     if device_ids is not None:
         environment |= {"CUDA_VISIBLE_DEVICES": ",".join(device_ids), SEES_ALL_GPUS: "1"}

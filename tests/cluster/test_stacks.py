@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import signal
 import subprocess
@@ -21,6 +22,7 @@ from rlsys.cluster.stacks import (
     STACKS,
     StackWriter,
     call_of,
+    current_frames,
     stacks_here,
     threads_of_this_process,
     write_stacks,
@@ -161,10 +163,18 @@ def test_stacks_of_the_driver_have_the_main_thread_last_also_beside_many_others(
     assert text.count("(most recent call first)") > len(others)
     *_, main = text.split("\n\n")
     assert main.startswith(f"Current thread 0x{threading.get_ident():016x} ")
-    assert main.splitlines()[1].endswith(" in threads_of_this_process")
-    assert f'File "{__file__}"' in main.splitlines()[2]
+    assert main.splitlines()[1].endswith(" in current_frames")
+    assert f'File "{__file__}"' in main.splitlines()[3]
 
 
 def test_stacks_are_returned_even_if_the_disk_is_full(tmp_path: Path) -> None:
     (tmp_path / STACKS).write_text("not a folder")
     assert write_stacks(tmp_path, {"a": "text"}).texts == {"a": "text"}
+
+
+def test_no_garbage_is_collected_while_frames_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A collection then can stop CPython 3.11 for ever."""
+    collects: list[bool] = []
+    monkeypatch.setattr(sys, "_current_frames", lambda: collects.append(gc.isenabled()) or {})
+    assert current_frames() == {}
+    assert [*collects, gc.isenabled()] == [False, True]

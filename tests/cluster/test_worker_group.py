@@ -301,7 +301,7 @@ def test_only_workers_on_gpus_have_several_threads_by_default_and_compile(
     CPU."""
     environment = worker_group._environment(ClusterConfig(device=device, threads=threads), None)
     assert environment.get("OMP_NUM_THREADS") == expected
-    assert ("TORCHDYNAMO_DISABLE" in environment) == (device is Device.cpu)
+    assert (environment.get("TORCHDYNAMO_DISABLE") == "1") == (device is Device.cpu)
 
 
 @pytest.mark.usefixtures("bundles")

@@ -1,5 +1,6 @@
 """Tests of the recorded environment of a run, and of what a machine lacks for a config."""
 
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -77,7 +78,9 @@ def test_damaged_record_of_starts_is_replaced(content: str, tmp_path: Path) -> N
     assert [life.after_step for life in read_launches(tmp_path)] == [3]
 
 
-@pytest.mark.parametrize("script", ["echo 'NVIDIA H100, 580'; exit 1", "echo 'No devices'", "exec /bin/sleep 9999"])
+@pytest.mark.parametrize(
+    "script", ["echo 'NVIDIA H100, 580'; exit 1", "echo 'No devices'", f"exec {shutil.which('sleep')} 9999"]
+)
 def test_program_without_an_answer_is_left_out(script: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both programs that are asked, nvidia-smi and git, fail or hang."""
     if "sleep" in script:

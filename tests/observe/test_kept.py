@@ -218,6 +218,7 @@ def test_closing_waits_for_the_last_trajectories(keeper: TrajectoryWriter, slow:
     closing.start()
     assert slow.begun.acquire(timeout=600)
     assert trajectory_steps(tmp_path) == []
+    assert closing.is_alive()
     slow.go.release()
     closing.join(600)
     assert trajectory_steps(tmp_path) == [1]

@@ -202,7 +202,7 @@ def remove_vocabulary(folder: Path) -> None:
         (rewrite_weights(lambda whole: whole[:100]), "malformed"),
         (remove_vocabulary, "not_found"),
         (lambda folder: (folder / "config.json").unlink(), "malformed"),
-        (BertForSequenceClassification(BertConfig(**SHAPE)).save_pretrained, "unsupported"),
+        (lambda folder: BertForSequenceClassification(BertConfig(**SHAPE)).save_pretrained(folder), "unsupported"),
     ],
     ids=["deeper", "wider", "cut", "no vocabulary", "no config", "reranker"],
 )

@@ -3,6 +3,7 @@
 import json
 import logging
 import shutil
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -30,7 +31,7 @@ from rlsys.search.index.dense import (
     settle,
 )
 from rlsys.search.index.fusion import HybridRetriever, build_hybrid, fuse
-from rlsys.search.index.lexical import LexicalOptions, build_lexical
+from rlsys.search.index.lexical import LexicalOptions, LexicalRetriever, build_lexical
 from rlsys.search.server.command import open_retriever
 from tests.search.index_edits import Edit, edit_corpus, edit_manifest
 from tests.support.refusals import refused
@@ -177,21 +178,25 @@ def test_only_the_changed_part_of_a_hybrid_is_rebuilt(hybrid: Path, corpus_path:
 
 
 def test_parts_of_another_corpus_are_refused_and_closed(hybrid: Path, corpus_path: Path, tmp_path: Path) -> None:
-    def refuse(code: Code, key: Path | str, closed: int) -> None:
-        with patch.object(VectorRetriever, "close") as close, refused(code, key):
-            HybridRetriever.open(hybrid)
-        assert close.call_count == closed
+    def refuse(code: Code, key: Path | str, closed: list[type]) -> None:
+        parts = [VectorRetriever, LexicalRetriever]
+        with ExitStack() as stack:
+            spied = [patch.object(part, "close", autospec=True, side_effect=part.close) for part in parts]
+            spies = list(map(stack.enter_context, spied))
+            with refused(code, key):
+                HybridRetriever.open(hybrid)
+        assert [part for part, spy in zip(parts, spies, strict=True) for _ in spy.mock_calls] == closed
 
     with refused("mismatch", hybrid / "dense"):
         HybridRetriever.open(hybrid / "dense")
     edit_manifest(corpus_sha256="0" * 64)(hybrid)
-    refuse("mismatch", hybrid, closed=1)
+    refuse("mismatch", hybrid, closed=[VectorRetriever, LexicalRetriever])
     shorter = tmp_path / "shorter.jsonl"
     shorter.write_text("".join(corpus_path.read_text().splitlines(keepends=True)[:5]))
     build_lexical(Corpus.open(shorter), hybrid / "bm25")
-    refuse("mismatch", "corpus_sha256", closed=1)
+    refuse("mismatch", "corpus_sha256", closed=[VectorRetriever, LexicalRetriever])
     shutil.rmtree(hybrid / "bm25")
-    refuse("not_found", hybrid / "bm25", closed=1)
+    refuse("not_found", hybrid / "bm25", closed=[VectorRetriever])
 
 
 # ---- vectors

@@ -238,7 +238,7 @@ def test_credentials_come_from_the_environment(
 def test_documents_answered_with_429_are_sent_again_a_few_times(
     fake: FakeElastic, corpus: Corpus, tmp_path: Path
 ) -> None:
-    fake.crowded = 250  # the first block is answered so twice, and half of it a third time
+    fake.crowded = 250  # Twice for the first block of 100, and once more for half of it.
     assert load(corpus, tmp_path / "out", fake)
     assert sorted(fake.written, key=int) == [str(row) for row in range(ROWS)]
     fake.indices.clear()

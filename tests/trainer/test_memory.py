@@ -43,8 +43,8 @@ PLAIN = Layout()
 ALWAYS = ("parameters", "gradients", "optimizer", "reference")
 TOLERANCE = 0.1
 STEPS = 3
-"""Measured steps of several processes, of which the least peak counts: a thread of gloo may hold the tensors of a finished
-collective for another millisecond."""
+"""Number of measured steps with several processes. The least peak counts, because a thread of gloo may hold the tensors of a
+finished collective for another millisecond."""
 VOCAB = 2048
 LENGTHS = (384, 200, 384, 312)
 SIZES = {
@@ -272,7 +272,7 @@ def _measure(group: Group, folder: Path, case: Case) -> None:
 
 
 def _peak(worker: Learner | LogProbWorker, step: Callable[[], None]) -> int:
-    """Return the bytes that `step` needs at most, those that `worker` always holds included."""
+    """Return the peak of the bytes in use during `step`, including those that `worker` always holds."""
     with MemoryMeter(_resident(worker)) as meter:
         step()
     return meter.peak

@@ -2,7 +2,8 @@
 
 Contract: all methods are called on one event loop. The server's program is a process group of its own, which has ended
 when `close` returns; it also ends if this process is killed. A message beyond `max_answer_bytes` is never held in memory
-as a whole: it becomes an error of its call. A call is sent at most once, because a tool may change something.
+as a whole: it becomes an error of its call. A tool is called at most once, because it may change something: a call is
+sent again only if the server refused it, because it does not know the session (any more).
 """
 
 from __future__ import annotations
@@ -52,6 +53,8 @@ _ENDS_WITH_PARENT = (
     "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 9, 0, 0, 0)\n"
     "if os.getppid() == int(sys.argv[1]): os.execvp(sys.argv[2], sys.argv[2:])"
 )
+_NO_SESSION = 404_404
+"""Error code, which no server sends, of a call that was refused because the server does not know the session."""
 _HTTP = httpx2.Timeout(5.0, read=None)
 """Time limits of HTTP; a call's own limit bounds the time to read its answer."""
 _log = logging.getLogger(__name__)
@@ -78,8 +81,6 @@ class Connection:
         self._first: asyncio.Future[Mapping[str, Offered]] = asyncio.get_running_loop().create_future()
         self._client: Client | None = None
         self._up, self._lost, self._closing = asyncio.Event(), asyncio.Event(), asyncio.Event()
-        self._expired = asyncio.Event()
-        """Set once the HTTP server does not know the session of `_client`, as after its restart."""
         self._trouble = ""
         """Reason why there is no connection."""
         self._end = ""
@@ -96,8 +97,9 @@ class Connection:
 
         If the server is being started again, wait at most `wait_s` seconds for it.
         """
+        until = asyncio.get_running_loop().time() + wait_s
         try:
-            result = await self._result(name, arguments, wait_s)
+            result = await self._result(name, arguments, until)
         except MCPError as error:
             raise ToolError(error.message) from None
         self._pause_s = FIRST_PAUSE_S
@@ -106,22 +108,22 @@ class Connection:
             raise ToolError(text or "it gives no reason")
         return text
 
-    async def _result(self, name: str, arguments: dict[str, Any], wait_s: float, again: bool = True) -> CallToolResult:
-        """Call a tool once a server runs. Raises MCPError and ToolError."""
+    async def _result(self, name: str, arguments: dict[str, Any], until: float, again: bool = True) -> CallToolResult:
+        """Wait for a connection until the loop's time `until`, and call a tool. With `again`, do so once more if the server
+        does not know the session. Raises MCPError and ToolError."""
         try:
-            async with asyncio.timeout(wait_s):
+            async with asyncio.timeout_at(until):
                 while (client := self._client) is None:
                     await self._up.wait()
         except TimeoutError:
             raise ToolError(f"its server is not running: {self._trouble}") from None
-        expired = self._expired
         try:
             return await client.call_tool(name, arguments)
         except MCPError as error:
-            if expired.is_set():
+            if error.code == _NO_SESSION:
                 self._lose(client, error.message)
-                if again:  # A server that does not know the session has not called the tool.
-                    return await self._result(name, arguments, wait_s, again=False)
+                if again:
+                    return await self._result(name, arguments, until, again=False)
             if self._client is not client:
                 raise ToolError(f"its server has ended: {self._trouble}") from None
             raise
@@ -168,7 +170,6 @@ class Connection:
     async def _hold(self) -> None:
         """Connect, and return when the connection is lost or closed. Raises whatever prevents a connection."""
         limit_s = self._settings.start_timeout_s
-        self._expired = asyncio.Event()
         async with AsyncExitStack() as stack:
             transport = self._http() if self._settings.url else self._program()
             try:
@@ -193,7 +194,7 @@ class Connection:
             headers["Authorization"] = f"Bearer {os.environ[settings.token_env].strip()}"
         most = settings.max_answer_bytes
         async with (
-            httpx2.AsyncClient(headers=headers, timeout=_HTTP, transport=_Checked(most, self._expired)) as http,
+            httpx2.AsyncClient(headers=headers, timeout=_HTTP, transport=_Checked(most)) as http,
             streamable_http_client(settings.url, http_client=http, max_sse_event_size=most) as streams,
         ):
             yield streams
@@ -368,17 +369,21 @@ def _reason(error: BaseException) -> str:
 
 
 class _Checked(httpx2.AsyncHTTPTransport):
-    """Limits every body that is no event stream; the SDK itself limits events. Sets `expired` once the session is unknown,
-    for which the protocol has status 404 and servers have different messages."""
+    """Limits every body that is not an event stream; the SDK limits events. Turns status 404 of a session into an error of
+    the call, for which servers have different texts."""
 
-    def __init__(self, most: int, expired: asyncio.Event) -> None:
+    def __init__(self, most: int) -> None:
         super().__init__()
-        self._most, self._expired = most, expired
+        self._most = most
 
     async def handle_async_request(self, request: httpx2.Request) -> httpx2.Response:
         response = await super().handle_async_request(request)
-        if response.status_code == httpx2.codes.NOT_FOUND and "mcp-session-id" in request.headers:
-            self._expired.set()
+        unknown = response.status_code == httpx2.codes.NOT_FOUND and "mcp-session-id" in request.headers
+        if unknown and request.method == "POST":
+            await response.aclose()
+            reason = ErrorData(code=_NO_SESSION, message="it does not know the session")
+            refusal = JSONRPCError(jsonrpc="2.0", id=None, error=reason)
+            return httpx2.Response(response.status_code, json=refusal.model_dump(mode="json", by_alias=True))
         compressed = response.headers.get("content-encoding", "identity").strip().lower() not in ("", "identity")
         if compressed or not response.headers.get("content-type", "").lower().startswith("text/event-stream"):
             response.stream = _Counted(

@@ -108,17 +108,14 @@ def jsonl(path: Path, *rows: Any) -> Path:
 def test_questions_survive_being_written_and_read(tmp_path: Path) -> None:
     given = Question("x:1", "My own prompt", ("a", "b"), "mine", {"hops": 2}, "raw?")
     (found,) = read_questions(read_data([given], "train_data").path(tmp_path))
-    assert (found.prompt, found.answers, found.data_source, dict(found.extra), found.text) == (
-        given.prompt, given.answers, given.data_source, given.extra, given.text,
-    )  # fmt: skip
+    expected = (given.prompt, given.answers, given.data_source, given.extra, given.text)
+    assert (found.prompt, found.answers, found.data_source, dict(found.extra), found.text) == expected
 
 
 def test_numpy_values_of_a_data_frame_are_written_as_plain_values(tmp_path: Path) -> None:
     row = {"question": "who?", "answers": np.array(["a", "b"]), "id": np.int64(3), "score": np.float32(0.5)}
-    path = read_data([row], "train_data").path(tmp_path)
-    assert json.loads(path.read_text()) == {
-        "question": "who?", "golden_answers": ["a", "b"], "id": 3, "score": 0.5,
-    }  # fmt: skip
+    plain = {"question": "who?", "golden_answers": ["a", "b"], "id": 3, "score": 0.5}
+    assert json.loads(read_data([row], "train_data").path(tmp_path).read_text()) == plain
 
 
 def test_the_same_questions_are_written_to_the_same_file(tmp_path: Path) -> None:

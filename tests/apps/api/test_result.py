@@ -81,8 +81,7 @@ def test_lasting_settings_of_the_run_are_passed_on_to_its_evaluation(
     asked: list[tuple[str, ...]] = []
     monkeypatch.setattr(training_result, "_rlsys", lambda *words: asked.append(words))
     trained.evaluate(limit=3)
-    assert [word for word in asked[0] if word.startswith("search.")] == [
-        "search.timeout_s=77", "search.url='http://new:2'", "search.topk=3", "search.replicas=[]",
-        "search.token_env=null",
-    ]  # fmt: skip
+    expected = ["search.timeout_s=77", "search.url='http://new:2'", "search.topk=3"]
+    expected += ["search.replicas=[]", "search.token_env=null"]
+    assert [word for word in asked[0] if word.startswith("search.")] == expected
     assert "--limit=3" in asked[0]

@@ -5,14 +5,15 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import psutil
 import pytest
 
 from rlsys.apps.api import BM25Retriever, DenseRetriever, HttpRetriever, WebSearch
 from rlsys.errors import Code
 from rlsys.search.server.command import open_retriever
 from tests.support.jsonl import read_rows
+from tests.support.processes import descendants_with, is_gone
 from tests.support.refusals import refused
+from tests.support.waiting import HANG_S
 
 DOCUMENTS: list[str | dict[str, Any]] = [
     {"id": "ke", "title": "Kenya", "text": "Kenya: capital Nairobi."},
@@ -90,15 +91,11 @@ def test_wrong_arguments_are_refused_at_once(
 
 
 def test_the_web_search_server_ends_with_its_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rlsys.apps.api.retrievers._START_TIMEOUT_S", HANG_S)
     monkeypatch.setenv("SERPER_API_KEY", "a-key")
     monkeypatch.setenv("RLSYS_SEARCH_TOKEN", "secret")
     with WebSearch("serper", endpoint="http://127.0.0.1:9", top_k=2).serving(tmp_path) as settings:
         assert (settings["search.token_env"], settings["search.topk"]) == ("RLSYS_SEARCH_TOKEN", 2)
         assert httpx.get(f"{settings['search.url']}/health", timeout=600).status_code == 200
-        port = int(settings["search.url"].rpartition(":")[2])
-        (server,) = [
-            process
-            for process in psutil.Process().children()
-            if any(one.laddr and one.laddr.port == port for one in process.net_connections())
-        ]
-    assert not server.is_running()
+        (server,) = descendants_with("search", "web", "serper")
+    assert is_gone(server)

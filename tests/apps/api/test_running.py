@@ -14,6 +14,7 @@ import pytest
 
 from rlsys.apps.api import training_result
 from rlsys.apps.running import finish
+from rlsys.cluster.stacks import current_frames
 from rlsys.errors import RunError, UserError
 
 
@@ -24,7 +25,7 @@ def interrupted(ready: Callable[[], bool], function: str) -> Iterator[None]:
 
     def interrupt() -> None:
         while not over.is_set():
-            stack = traceback.walk_stack(sys._current_frames()[main])
+            stack = traceback.walk_stack(current_frames()[main])
             if ready() and function in {frame.f_code.co_name for frame, _ in stack}:
                 signal.pthread_kill(main, signal.SIGINT)
                 return

@@ -166,7 +166,7 @@ async def _random_needs(rng: random.Random) -> None:
 
 
 async def test_scores_have_the_engines_log_probs_and_the_critics_values() -> None:
-    """The samples have no engine log-probs, which is NaN, as tokens have that were not sampled."""
+    """A token that was not sampled has NaN as the engine's log-prob; here all tokens do."""
     asked = samples()
     critic: Any = SimpleNamespace(compute=AsyncMock(return_value=[one.trajectory.tokens for one in asked]))
     scorer = Scorer(None, critic, OldLogprobs.engine)

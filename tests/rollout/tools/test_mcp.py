@@ -16,10 +16,13 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
+import httpx2
 import psutil
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from starlette.responses import JSONResponse
+from starlette.types import Receive, Scope, Send
 
 from rlsys.config.compose import typed
 from rlsys.config.schema import CustomTool, ReActAgent, TaskConfig, TokenMode
@@ -45,6 +48,7 @@ from tests.support.chat_templates import called
 from tests.support.paths import PROJECT
 from tests.support.processes import descendants_with, is_gone
 from tests.support.refusals import refused
+from tests.support.serving import serving
 from tests.support.waiting import wait_until
 
 HERE = Path(__file__).parent
@@ -237,6 +241,25 @@ def test_http_server_is_found_again_after_its_restart(asked_meanwhile: bool, mon
             monkeypatch.setattr(tools.custom["pid"], "timeout_s", 600)
         with closing(tools), http_server(sock):
             assert call(tools, "pid", "{}").text not in (first, "")
+            assert call(tools, "tally", "{}").text == "1"
+
+
+@pytest.mark.parametrize(
+    ("method", "session", "code"), [("POST", "a", 404_404), ("POST", "", -32601), ("GET", "a", -32601)]
+)
+async def test_only_a_call_that_was_refused_for_its_session_may_be_sent_again(
+    method: str, session: str, code: int
+) -> None:
+    answer = {"jsonrpc": "2.0", "id": 1, "error": {"code": -32601, "message": "no such method"}}
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await JSONResponse(answer, 404)(scope, receive, send)
+
+    headers = {"Mcp-Session-Id": session} if session else {}
+    with serving(app) as url:
+        async with httpx2.AsyncClient(transport=mcp_connection._Checked(MOST)) as client:
+            answered = await client.request(method, url, headers=headers, timeout=600)
+    assert (answered.status_code, answered.json()["error"]["code"]) == (404, code)
 
 
 def test_prompt_describes_the_tools_by_what_the_server_says(url: str) -> None:

@@ -158,9 +158,11 @@ async def test_a_request_takes_few_places_and_leaves_them_when_its_caller_is_can
 @virtually
 async def test_late_pages_are_none_and_the_others_are_returned() -> None:
     reader: Any = Reader()
-    found = await WebPages(reader)._fetch(["slow", "fast 1", *(f"slow {row}" for row in range(20)), "fast 2"])
+    pages = WebPages(reader)
+    found = await pages._fetch(["slow", "fast 1", *(f"slow {row}" for row in range(20)), "fast 2"])
     assert [page and page["url"] for page in found] == [None, "fast 1", *[None] * 21], "the last one has no turn"
     assert (now(), reader.reading) == (30.0, [])
+    pages.close()
 
 
 @pytest.mark.parametrize("granted", [False, True])
