@@ -5,6 +5,7 @@ import ipaddress
 import ssl
 import tracemalloc
 from collections.abc import Sequence
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
@@ -138,8 +139,9 @@ async def test_tls_is_verified_against_the_name_and_not_the_address(tmp_path: Pa
 
 
 async def fetch(web: FakeWeb, path: str, timeout_s: float = 300.0) -> Fetched:
-    limits = FetchLimits(timeout_s=timeout_s, max_bytes=100_000)
+    limits = FetchLimits(timeout_s=300.0, max_bytes=100_000)
     fetcher = PageFetcher(GuardedTransport(local(web, 80), max_connections=4), limits)
+    fetcher._limits = replace(limits, timeout_s=timeout_s)  # Limits the page as a whole, not each step of HTTP.
     try:
         return await fetcher.fetch(web.base + path)
     finally:
