@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.support.jsonl import read_rows
 from tests.support.paths import PROJECT
-from tests.support.runs import PLAIN_ENGINE, Finished, rlsys, small, succeed
+from tests.support.runs import PLAIN_ENGINE, Finished, rlsys, small
 from tests.support.serving import served
 from tests.support.teachers import scored_by
 
@@ -49,7 +49,9 @@ def test_ppo_with_an_own_optimiser_on_one_slot_trains_only_the_critic_during_war
     assert missed < abs(last["critic/returns/mean"]), "the critic must be closer than predicting 0"
     assert checkpoints(run, 3) == {"actor", "critic"}
     # Groups on one slot take turns in memory, also when a checkpoint is loaded.
-    succeed(*small(tmp_path, *settings, f"resume={run.folder / 'checkpoints' / 'global_step_2'}"))
+    resumed = rlsys(*small(tmp_path, *settings, f"resume={run.folder / 'checkpoints' / 'global_step_2'}"))
+    assert resumed.returncode == 0, resumed.stderr[-6000:]
+    assert "resumes after step 2" in resumed.stdout + resumed.stderr
 
 
 def test_ema_pg_reference_follows_the_policy_and_is_evaluated(tmp_path: Path) -> None:

@@ -369,8 +369,8 @@ def _reason(error: BaseException) -> str:
 
 
 class _Checked(httpx2.AsyncHTTPTransport):
-    """Limits every body that is not an event stream; the SDK limits events. Turns status 404 of a session into an error of
-    the call, for which servers have different texts."""
+    """Limits every body that is not an event stream; the SDK limits events. Turns status 404 for a call of a tool in a session
+    into an error of the call, for which servers have different texts."""
 
     def __init__(self, most: int) -> None:
         super().__init__()
@@ -379,7 +379,8 @@ class _Checked(httpx2.AsyncHTTPTransport):
     async def handle_async_request(self, request: httpx2.Request) -> httpx2.Response:
         response = await super().handle_async_request(request)
         unknown = response.status_code == httpx2.codes.NOT_FOUND and "mcp-session-id" in request.headers
-        if unknown and request.method == "POST":
+        # The SDK sends other requests too after a call has run.
+        if unknown and request.method == "POST" and json.loads(request.content).get("method") == "tools/call":
             await response.aclose()
             reason = ErrorData(code=_NO_SESSION, message="it does not know the session")
             refusal = JSONRPCError(jsonrpc="2.0", id=None, error=reason)

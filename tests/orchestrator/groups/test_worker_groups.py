@@ -16,7 +16,7 @@ from numpy.testing import assert_array_equal
 from rlsys.apps.planner.virtual_time import run_virtually
 from rlsys.config.algorithm import AlgorithmConfig, GaeAdvantage, OldLogprobs
 from rlsys.config.schema import ClusterConfig, ParallelConfig, RolloutConfig, RunConfig, SglangConfig
-from rlsys.data.trajectory import Branch, Sample
+from rlsys.data.trajectory import Branch, Sample, Scores
 from rlsys.observe.spans import Tracer
 from rlsys.orchestrator.worker_groups import OffloadManager, Scorer, Switch, holdings, scores_of
 from rlsys.trainer.batches import BatchSharder, LogProbs, MicroBatch
@@ -166,12 +166,15 @@ async def _random_needs(rng: random.Random) -> None:
 
 
 async def test_scores_have_the_engines_log_probs_and_the_critics_values() -> None:
-    """A token that was not sampled has NaN as the engine's log-prob; here all tokens do."""
-    asked = samples()
-    critic: Any = SimpleNamespace(compute=AsyncMock(return_value=[one.trajectory.tokens for one in asked]))
-    scorer = Scorer(None, critic, OldLogprobs.engine)
-    assert scorer.groups == ("critic",)
-    for one, scores in zip(asked, await scorer.compute(asked), strict=True):
-        assert_array_equal(scores.policy, np.zeros(len(one.trajectory.tokens)))
-        assert_array_equal(scores.values, one.trajectory.tokens)
-        assert scores.version is None
+    """A token that was not sampled has NaN as the engine's log-prob."""
+    nan = float("nan")
+    first = sample([5, 6, 7], [False, True, True])
+    asked = [replace(first, trajectory=replace(first.trajectory, rollout_logprobs=np.float32([nan, -1, -2])))]
+    inference: Any = SimpleNamespace(compute=AsyncMock(return_value=[Scores(policy=np.float32([9, 9, 9]), version=5)]))
+    critic: Any = SimpleNamespace(compute=AsyncMock(return_value=[np.float32([1, 2, 3])]))
+    scorer = Scorer(inference, critic, OldLogprobs.engine)
+    assert scorer.groups == ("inference", "critic")
+    (scores,) = await scorer.compute(asked)
+    assert_array_equal(scores.policy, [0, -1, -2])
+    assert_array_equal(scores.values, [1, 2, 3])
+    assert scores.version is None

@@ -211,10 +211,11 @@ def test_visible_change_makes_a_new_version(tmp_path: Path, change: Callable[[Pa
 
 def test_status_change_or_partial_file_makes_no_new_version(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run")
-    write_status(folder)
+    later = time.time() + 3600  # An old status would be silent, which is another version.
+    write_status(folder, at=later)
     run = LiveRun(folder, clock=lambda: 0.0)
     known = run.version()
-    write_status(folder, states={})
+    write_status(folder, at=later, states={})
     for name in ("evaluations/.step_000004.json.7.part", "trajectories/.step_000004.jsonl.gz.7.part"):
         add_file(folder / name, "{")
     assert run.version() == known

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections import Counter
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -16,7 +18,7 @@ from rlsys.rollout.agent.episode import EpisodeGroup, EpisodeTools, run_episode
 from rlsys.rollout.agent.recorder import Generation, TurnSampling
 from rlsys.rollout.tools import calls
 from rlsys.rollout.tools.calls import Toolbox
-from rlsys.rollout.tools.interface import EpisodeFacts
+from rlsys.rollout.tools.interface import EpisodeFacts, ToolError, arguments_of
 from rlsys.search.web.loop import LoopThread
 from tests.extensions.tool_toys import Blocking, Counting, Faulty
 from tests.rollout.agent.scripted import CODEC, DRAWN, QUESTION, Script, task
@@ -168,3 +170,22 @@ async def test_tool_that_blocks_delays_no_episode_and_no_other_tool(
     await all_closed(tool, 1)
     assert [state.closed for state in tool.states] == [1]
     tools.close()
+
+
+NAME = st.text("abc", min_size=1, max_size=2)
+VALUES = st.recursive(st.none() | st.booleans() | st.integers() | st.text(), lambda one: st.lists(one, max_size=3))
+
+
+@given(st.dictionaries(NAME, VALUES), st.sets(NAME), st.text())
+def test_arguments_are_read_back_and_any_text_is_arguments_or_an_error(
+    arguments: dict[str, Any], others: set[str], text: str
+) -> None:
+    names = sorted({*arguments, *others})
+    parameters = {"properties": {name: {"type": "string"} for name in names}, "required": sorted(arguments)}
+    assert arguments_of(json.dumps(arguments), parameters) == arguments
+    try:
+        found = arguments_of(text, parameters)
+    except ToolError:
+        assert len(arguments) != 1
+        return
+    assert found.keys() <= {*names}

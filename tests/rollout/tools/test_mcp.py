@@ -13,14 +13,14 @@ import sys
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import httpx2
 import psutil
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from mcp import Client
 from starlette.responses import JSONResponse
 from starlette.types import Receive, Scope, Send
 
@@ -33,8 +33,6 @@ from rlsys.rollout.tools import mcp_connection
 from rlsys.rollout.tools.calls import Toolbox, ToolResult
 from rlsys.rollout.tools.interface import (
     EpisodeFacts,
-    ToolError,
-    arguments_of,
     check_tools,
     described,
     open_tools,
@@ -228,8 +226,12 @@ def test_program_that_ends_is_named_and_started_again_with_the_variables_that_ar
 
 
 @pytest.mark.parametrize("asked_meanwhile", [False, True])
-def test_http_server_is_found_again_after_its_restart(asked_meanwhile: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("protocol", ["auto", "legacy"])
+def test_http_server_is_found_again_after_its_restart(
+    protocol: str, asked_meanwhile: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(mcp_connection, "FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr(mcp_connection, "Client", partial(Client, mode=protocol))  # Only the legacy one has sessions.
     script = Script([])
     with listening() as sock:
         with http_server(sock) as address:
@@ -240,15 +242,39 @@ def test_http_server_is_found_again_after_its_restart(asked_meanwhile: bool, mon
             assert call(tools, "pid", "{}").error
             monkeypatch.setattr(tools.custom["pid"], "timeout_s", 600)
         with closing(tools), http_server(sock):
-            assert call(tools, "pid", "{}").text not in (first, "")
             assert call(tools, "tally", "{}").text == "1"
+            assert call(tools, "pid", "{}").text not in (first, "")
+
+
+def test_call_that_new_sessions_refuse_too_is_sent_twice(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mcp_connection, "FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr(mcp_connection, "Client", partial(Client, mode="legacy"))
+    send, sent = httpx2.AsyncHTTPTransport.handle_async_request, []
+
+    async def refusing(self: httpx2.AsyncHTTPTransport, request: httpx2.Request) -> httpx2.Response:
+        if b'"tools/call"' not in request.content:
+            return await send(self, request)
+        sent.append(request.headers["mcp-session-id"])
+        return httpx2.Response(404)
+
+    monkeypatch.setattr(httpx2.AsyncHTTPTransport, "handle_async_request", refusing)
+    script = Script([])
+    with closing(EpisodeTools(script, script, CODEC, task(served("http", url)))) as tools:
+        assert call(tools, "add", '{"a": 1}').error == "its server has ended: it does not know the session"
+    assert len(sent) == len(set(sent)) == 2
 
 
 @pytest.mark.parametrize(
-    ("method", "session", "code"), [("POST", "a", 404_404), ("POST", "", -32601), ("GET", "a", -32601)]
+    ("method", "session", "asked", "code"),
+    [
+        ("POST", "a", "tools/call", 404_404),
+        ("POST", "a", "tools/list", -32601),
+        ("POST", "", "tools/call", -32601),
+        ("GET", "a", "", -32601),
+    ],
 )
 async def test_only_a_call_that_was_refused_for_its_session_may_be_sent_again(
-    method: str, session: str, code: int
+    method: str, session: str, asked: str, code: int
 ) -> None:
     answer = {"jsonrpc": "2.0", "id": 1, "error": {"code": -32601, "message": "no such method"}}
 
@@ -256,9 +282,10 @@ async def test_only_a_call_that_was_refused_for_its_session_may_be_sent_again(
         await JSONResponse(answer, 404)(scope, receive, send)
 
     headers = {"Mcp-Session-Id": session} if session else {}
+    body = {"jsonrpc": "2.0", "id": 1, "method": asked} if asked else None
     with serving(app) as url:
         async with httpx2.AsyncClient(transport=mcp_connection._Checked(MOST)) as client:
-            answered = await client.request(method, url, headers=headers, timeout=600)
+            answered = await client.request(method, url, headers=headers, json=body, timeout=600)
     assert (answered.status_code, answered.json()["error"]["code"]) == (404, code)
 
 
@@ -371,22 +398,3 @@ def test_program_ends_with_a_process_that_is_killed() -> None:
     wait_until(lambda: is_gone(server))
     if not is_gone(child):  # The program's own child, which only `close` ends.
         psutil.Process(child).kill()
-
-
-NAME = st.text("abc", min_size=1, max_size=2)
-VALUES = st.recursive(st.none() | st.booleans() | st.integers() | st.text(), lambda one: st.lists(one, max_size=3))
-
-
-@given(st.dictionaries(NAME, VALUES), st.sets(NAME), st.text())
-def test_arguments_are_read_back_and_any_text_is_arguments_or_an_error(
-    arguments: dict[str, Any], others: set[str], text: str
-) -> None:
-    names = sorted({*arguments, *others})
-    parameters = {"properties": {name: {"type": "string"} for name in names}, "required": sorted(arguments)}
-    assert arguments_of(json.dumps(arguments), parameters) == arguments
-    try:
-        found = arguments_of(text, parameters)
-    except ToolError:
-        assert len(arguments) != 1
-        return
-    assert found.keys() <= {*names}

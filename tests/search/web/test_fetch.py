@@ -28,6 +28,7 @@ from rlsys.search.web.web_search import (
 )
 from tests.search.web.conftest import LOOPBACK, local, port_of
 from tests.search.web.fake_web import BOMB_BYTES, HTML, FakeWeb, gzipped, redirect_to
+from tests.support.serving import serving
 
 
 def answering(*answers: list[str]) -> Resolver:
@@ -92,7 +93,7 @@ async def test_a_name_is_connected_to_at_the_address_that_was_checked(web: FakeW
     url, answers = f"http://rebinding.test:{port_of(web)}/page/html", [["127.0.0.1"], ["127.0.0.2"]]
     only = Policy(frozenset({port_of(web)}), frozenset({ipaddress.ip_network("127.0.0.1/32")}))
     transport = GuardedTransport(only, max_connections=1, resolver=answering(*answers))
-    async with httpx.AsyncClient(transport=transport) as client:
+    async with httpx.AsyncClient(transport=transport, timeout=600) as client:
         assert (await client.get(url)).status_code == 200
         with pytest.raises(UrlRefused, match=r"rebinding\.test is at 127\.0\.0\.2"):
             await client.get(url)
@@ -117,8 +118,8 @@ def self_signed(name: str, file: Path) -> Path:
 
 async def test_tls_is_verified_against_the_name_and_not_the_address(tmp_path: Path) -> None:
     certificate = self_signed("good.test", tmp_path / "server.pem")
-    serving = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
-    serving.load_cert_chain(certificate)
+    own = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    own.load_cert_chain(certificate)
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readuntil(b"\r\n\r\n")
@@ -126,12 +127,12 @@ async def test_tls_is_verified_against_the_name_and_not_the_address(tmp_path: Pa
         await writer.drain()
         writer.close()
 
-    server = await asyncio.start_server(answer, "127.0.0.1", 0, ssl=serving)
+    server = await asyncio.start_server(answer, "127.0.0.1", 0, ssl=own)
     port = server.sockets[0].getsockname()[1]
     policy = Policy(frozenset({port}), frozenset({LOOPBACK}))
     trusting = ssl.create_default_context(cafile=str(certificate))
     transport = GuardedTransport(policy, max_connections=1, resolver=answering(["127.0.0.1"]), tls=trusting)
-    async with server, httpx.AsyncClient(transport=transport) as client:
+    async with server, httpx.AsyncClient(transport=transport, timeout=600) as client:
         assert (await client.get(f"https://good.test:{port}/")).text == "ok"
         for host in ("evil.test", "127.0.0.1"):
             with pytest.raises(httpx.ConnectError, match=r"(?i)mismatch"):
@@ -179,8 +180,9 @@ async def test_pages_that_are_refused_raise_a_one_line_error(web: FakeWeb, path:
     assert "\n" not in str(caught.value)
 
 
-async def test_a_page_that_never_ends_is_given_up(web: FakeWeb) -> None:
-    with pytest.raises(PageError):
+async def test_a_page_that_never_ends_is_given_up() -> None:
+    web = FakeWeb()  # The common one may see the request only in the next test.
+    with serving(web.app()) as web.base, pytest.raises(PageError, match="took longer"):
         await fetch(web, "/page/drip", timeout_s=0.2)
 
 
