@@ -1,7 +1,9 @@
 """Sets environment variables before any test imports a library, orders the tests and assigns them to workers."""
 
+import gc
 import os
 import random
+from collections.abc import Generator
 
 # On few cores, the threads of torch and of an engine's processes slow each other down.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -49,6 +51,19 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         draw = random.Random(seed)
         place = {file: draw.random() for file in sorted({item.path for item in items})}
         items.sort(key=lambda item: (place[item.path], draw.random()))
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_makereport() -> Generator[None, Any, Any]:
+    """Collect no garbage while the source of a failure is parsed.
+
+    CPython 3.11 raises SystemError if an error in `__del__` is printed meanwhile, because its traceback is parsed too.
+    """
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
 
 
 class ByFile(LoadScopeScheduling):

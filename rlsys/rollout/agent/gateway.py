@@ -313,19 +313,19 @@ async def _command(command: Sequence[str], question: str, url: str, key: str) ->
         )
     except (OSError, ValueError) as error:
         raise AgentFailed(f"cannot be started ({one_line(error)})") from error
-    try:
-        stdin = cast("asyncio.WriteTransport", transport.get_pipe_transport(0))
-        stdin.write(given)
-        stdin.close()
-        await program.exited.wait()
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(transport.get_pid(), signal.SIGKILL)
-        await program.exited.wait()
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(_PIPES_S):
-                await program.closed.wait()
-        transport.close()
+    with contextlib.closing(transport):
+        try:
+            stdin = cast("asyncio.WriteTransport", transport.get_pipe_transport(0))
+            stdin.write(given)
+            stdin.close()
+            await program.exited.wait()
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(transport.get_pid(), signal.SIGKILL)
+            await program.exited.wait()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_PIPES_S):
+                    await program.closed.wait()
     said, errors = program.written[1], program.written[2]
     if status := transport.get_returncode():
         last = errors.decode("utf-8", "replace").strip().rpartition("\n")[2]

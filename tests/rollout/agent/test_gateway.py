@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
 from collections.abc import Callable
 from contextlib import closing, suppress
@@ -18,6 +19,7 @@ from rlsys.data.trajectory import Action, Finish
 from rlsys.errors import Code, RunError
 from rlsys.orchestrator.rewards.reward import Rewards
 from rlsys.orchestrator.validate import find_problems
+from rlsys.rollout.agent import gateway
 from rlsys.rollout.agent.episode import EpisodeGroup, EpisodeTools
 from rlsys.rollout.agent.gateway import Gateway
 from tests.rollout.agent import gateway_agents
@@ -25,7 +27,7 @@ from tests.rollout.agent.gateway_play import ASKED, CODEC, DRAWN, END, Client, E
 from tests.support.composed import composed
 from tests.support.processes import descendants_with
 from tests.support.refusals import refused
-from tests.support.waiting import until
+from tests.support.waiting import let_tasks_run, until, wait_until
 
 AGENTS = gateway_agents.__name__
 
@@ -133,7 +135,19 @@ def test_agent_that_never_ends_is_given_up_with_its_turns_so_far(name: str) -> N
 def test_command_that_hangs_is_killed() -> None:
     played = play(Engine(["Paris"]), command("hangs", timeout_s=3.0))
     assert (played.finish, len(played.turns), bool(played.loss_mask.any())) == (Finish.ABORTED, 0, False)
-    assert not descendants_with(AGENTS)
+    wait_until(lambda: not descendants_with(AGENTS))
+
+
+async def test_command_is_ended_by_a_call_that_is_cancelled_while_it_kills(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a machine that is too busy to end the killed process in time."""
+    monkeypatch.setattr(os, "killpg", lambda *_: None)
+    call = asyncio.create_task(gateway._command([*gateway_agents.COMMAND, "hangs"], "", "", ""))
+    await until(lambda: bool(descendants_with(AGENTS)))
+    for _ in range(2):
+        call.cancel()
+        await let_tasks_run()
+    assert call.cancelled()
+    await until(lambda: not descendants_with(AGENTS))
 
 
 @pytest.mark.parametrize("kind", ["leaves_child", "leaves_session"])
