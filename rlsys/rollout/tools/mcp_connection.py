@@ -380,7 +380,7 @@ class _Checked(httpx2.AsyncHTTPTransport):
         response = await super().handle_async_request(request)
         unknown = response.status_code == httpx2.codes.NOT_FOUND and "mcp-session-id" in request.headers
         # The SDK sends other requests too after a call has run.
-        if unknown and request.method == "POST" and json.loads(request.content).get("method") == "tools/call":
+        if unknown and request.method == "POST" and json.loads(await request.aread()).get("method") == "tools/call":
             await response.aclose()
             reason = ErrorData(code=_NO_SESSION, message="it does not know the session")
             refusal = JSONRPCError(jsonrpc="2.0", id=None, error=reason)

@@ -49,7 +49,7 @@ class DownloadBench:
 
 @pytest.fixture
 def bench(fake: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> DownloadBench:
-    """A bench with small blocks; huggingface_hub does not pause either, nor take a busy machine for a lost connection."""
+    """A bench with small blocks, whose downloads neither pause before a retry nor time out on a busy machine."""
     monkeypatch.setattr("huggingface_hub.constants.DOWNLOAD_CHUNK_SIZE", 10)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_DOWNLOAD_TIMEOUT", 600)
     monkeypatch.setattr("huggingface_hub.file_download.time", SimpleNamespace(sleep=lambda _: None))

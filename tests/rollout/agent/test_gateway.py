@@ -140,13 +140,15 @@ def test_command_that_hangs_is_killed() -> None:
 
 async def test_command_is_ended_by_a_call_that_is_cancelled_while_it_kills(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a machine that is too busy to end the killed process in time."""
-    monkeypatch.setattr(os, "killpg", lambda *_: None)
+    killed: list[int] = []
+    monkeypatch.setattr(os, "killpg", lambda group, _: killed.append(group))
     call = asyncio.create_task(gateway._command([*gateway_agents.COMMAND, "hangs"], "", "", ""))
     await until(lambda: bool(descendants_with(AGENTS)))
     for _ in range(2):
-        call.cancel()
         await let_tasks_run()
-    assert call.cancelled()
+        call.cancel()
+    await until(call.cancelled)
+    assert len(killed) == 1
     await until(lambda: not descendants_with(AGENTS))
 
 

@@ -21,7 +21,7 @@ import httpx2
 import psutil
 import pytest
 from mcp import Client
-from starlette.responses import JSONResponse
+from starlette.responses import JSONResponse, RedirectResponse
 from starlette.types import Receive, Scope, Send
 
 from rlsys.config.compose import typed
@@ -231,17 +231,16 @@ def test_http_server_is_found_again_after_its_restart(
     protocol: str, asked_meanwhile: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(mcp_connection, "FIRST_PAUSE_S", 0.01)
-    monkeypatch.setattr(mcp_connection, "Client", partial(Client, mode=protocol))  # Only the legacy one has sessions.
-    script = Script([])
+    monkeypatch.setattr(mcp_connection, "Client", partial(Client, mode=protocol))  # "legacy" has sessions.
     with listening() as sock:
         with http_server(sock) as address:
-            tools = EpisodeTools(script, script, CODEC, task(served("http", address)))
+            tools = EpisodeTools(Script([]), Script([]), CODEC, task(served("http", address)))
             first = call(tools, "pid", "{}").text
         if asked_meanwhile:  # The socket still listens, so a call waits for an answer.
             monkeypatch.setattr(tools.custom["pid"], "timeout_s", 0.2)
             assert call(tools, "pid", "{}").error
             monkeypatch.setattr(tools.custom["pid"], "timeout_s", 600)
-        with closing(tools), http_server(sock):
+        with http_server(sock), closing(tools):  # The end of a session is a request too.
             assert call(tools, "tally", "{}").text == "1"
             assert call(tools, "pid", "{}").text not in (first, "")
 
@@ -279,13 +278,14 @@ async def test_only_a_call_that_was_refused_for_its_session_may_be_sent_again(
     answer = {"jsonrpc": "2.0", "id": 1, "error": {"code": -32601, "message": "no such method"}}
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
-        await JSONResponse(answer, 404)(scope, receive, send)
+        last = JSONResponse(answer, 404) if scope["path"] == "/mcp/" else RedirectResponse("/mcp/", 307)
+        await last(scope, receive, send)
 
     headers = {"Mcp-Session-Id": session} if session else {}
     body = {"jsonrpc": "2.0", "id": 1, "method": asked} if asked else None
     with serving(app) as url:
-        async with httpx2.AsyncClient(transport=mcp_connection._Checked(MOST)) as client:
-            answered = await client.request(method, url, headers=headers, json=body, timeout=600)
+        async with httpx2.AsyncClient(transport=mcp_connection._Checked(MOST), follow_redirects=True) as client:
+            answered = await client.request(method, f"{url}/mcp", headers=headers, json=body, timeout=600)
     assert (answered.status_code, answered.json()["error"]["code"]) == (404, code)
 
 
