@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent import futures
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -48,10 +49,10 @@ DEVICES_POLL_S = 2.0
 """Interval at which machines are looked at while Ray finds the devices of a run."""
 WATCH_S = 2.0
 """Interval at which a local Ray is watched."""
-ANSWER_S = 20.0
+ANSWER_S = 30.0
 """Time-out of a query to Ray's head."""
-NEAR_ANSWER_S = 10.0
-"""Time-out of a query to a head on this machine."""
+_WAITS = 10
+"""Number of waits that a time-out of a watched Ray is divided into."""
 NEAR_CHECKS = HEALTH_CHECKS | {"health_check_timeout_ms": 2000, "gcs_rpc_server_reconnect_timeout_s": HEAD_GONE_S}
 """Settings of a Ray of this machine alone, which gives up a raylet that is silent for 16 s."""
 _STOPS = "so the run was stopped: see its log, and the memory of this machine. resume=auto continues from the last checkpoint."
@@ -211,8 +212,8 @@ class RayWatch:
             if process in gone:
                 raise RunError(f"Ray's process {name} has died, {_STOPS}")
 
-    async def run(self, every_s: float = WATCH_S, timeout_s: float = NEAR_ANSWER_S) -> None:
-        """Watch until cancelled. Raises RunError if a process dies, or does not answer for 10 s (the head) or 16 s."""
+    async def run(self, every_s: float = WATCH_S, timeout_s: float = ANSWER_S) -> None:
+        """Watch until cancelled. Raises RunError if a process dies, or does not answer for 30 s (the head) or 16 s."""
         if not self._processes:
             return
         over, ended = threading.Event(), Future[None]()
@@ -236,8 +237,12 @@ class RayWatch:
 
     def _check(self, timeout_s: float) -> None:
         self.require_alive()
+        asked = _asked(self._is_lost)
+        # If an import stalls all threads of this process, the head is not to blame: a stall ends only one of these waits.
+        for _ in range(_WAITS - 1):
+            futures.wait([asked], timeout_s / _WAITS)
         try:
-            lost_node, name = _asked(self._is_lost).result(timeout_s), "raylet"
+            lost_node, name = asked.result(timeout_s / _WAITS), "raylet"
         except (TimeoutError, ray.exceptions.RayError, RuntimeError, OSError):
             lost_node, name = True, "gcs_server"
         self.require_alive()

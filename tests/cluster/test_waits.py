@@ -125,6 +125,13 @@ async def test_ray_that_hangs_is_ended_although_it_blocks_the_event_loop(silent:
             process.wait()
 
 
+def test_stall_of_all_threads_is_not_taken_for_a_silent_head(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As during an import: what the head has answered is read only after the first wait has ended."""
+    stalled = threading.Event()
+    monkeypatch.setattr(runtime.futures, "wait", lambda *_: stalled.set())
+    RayWatch({}, is_lost=lambda: not stalled.wait(60))._check(3000.0)
+
+
 async def test_answer_error_and_silence_of_the_head_are_distinguished() -> None:
     assert await answer(lambda: 3, 300) == 3
 
