@@ -3,7 +3,8 @@
 import gc
 import os
 import random
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
 
 # On few cores, the threads of torch and of an engine's processes slow each other down.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -53,17 +54,34 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items.sort(key=lambda item: (place[item.path], draw.random()))
 
 
+@contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_collection() -> Generator[None, Any, Any]:
+    """Import all tests without visiting their objects again and again: a quarter of the time."""
+    with _no_garbage_collection():
+        found = yield
+        gc.freeze()
+    return found
+
+
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_makereport() -> Generator[None, Any, Any]:
     """Collect no garbage while the source of a failure is parsed.
 
     CPython 3.11 raises SystemError if an error in `__del__` is printed meanwhile, because its traceback is parsed too.
     """
-    gc.disable()
-    try:
+    with _no_garbage_collection():
         return (yield)
-    finally:
-        gc.enable()
 
 
 class ByFile(LoadScopeScheduling):
