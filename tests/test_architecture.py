@@ -102,6 +102,18 @@ def package_of(module: str) -> str:
 
 
 @cache
+def imported_anywhere(module: str) -> frozenset[str]:
+    """Return the full names that `module` imports anywhere, also within functions."""
+    return frozenset(imported(ast.walk(tree_of(module)), package_of(module)))
+
+
+@cache
+def imported_on_import(module: str) -> frozenset[str]:
+    """Return the full names that importing `module` itself imports."""
+    return frozenset(imported(at_module_level(tree_of(module)), package_of(module)))
+
+
+@cache
 def loads(module: str) -> frozenset[str]:
     """Return the names outside rlsys that importing `module` loads, directly or through rlsys."""
     seen, waiting, outside = set(), [module], set()
@@ -111,8 +123,7 @@ def loads(module: str) -> frozenset[str]:
             continue
         seen.add(current)
         waiting += [parent for parent in parents(current) if parent not in seen]
-        tree = tree_of(current)
-        for name in imported(at_module_level(tree), package_of(current)):
+        for name in imported_on_import(current):
             if name in MODULES:
                 waiting.append(name)
             elif not name.startswith("rlsys."):
@@ -134,8 +145,7 @@ def belongs(name: str, library: str) -> bool:
 def test_a_library_is_imported_only_by_its_rooms(library: str) -> None:
     users = set()
     for module in MODULES:
-        names = imported(ast.walk(tree_of(module)), package_of(module))
-        if any(belongs(name, library) for name in names):
+        if any(belongs(name, library) for name in imported_anywhere(module)):
             users.add(module)
     outsiders = {module for module in users if room_of(module) not in HOME[library]}
     assert outsiders == set()
@@ -187,8 +197,7 @@ def room_of(module: str) -> str:
 @cache
 def neighbours(module: str) -> frozenset[str]:
     """Return the modules of rlsys that `module` imports anywhere, also within functions."""
-    names = imported(ast.walk(tree_of(module)), package_of(module))
-    return frozenset(name for name in names if name in MODULES) - {module, "rlsys"}
+    return frozenset(name for name in imported_anywhere(module) if name in MODULES) - {module, "rlsys"}
 
 
 def test_rooms_are_those_of_the_table_and_few() -> None:
@@ -245,8 +254,7 @@ def test_heavy_imports_are_found_through_a_chain() -> None:
 def test_modules_have_no_import_cycle() -> None:
     arrows = {}
     for module in MODULES:
-        names = imported(at_module_level(tree_of(module)), package_of(module))
-        arrows[module] = {name for name in names if name in MODULES} - {module, "rlsys"}
+        arrows[module] = {name for name in imported_on_import(module) if name in MODULES} - {module, "rlsys"}
     while arrows:
         leaves = {module for module, targets in arrows.items() if not targets & set(arrows)}
         assert leaves, f"a circle within {sorted(arrows)}"

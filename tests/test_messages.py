@@ -15,15 +15,25 @@ HOLE = "\0"
 def calls() -> Iterator[tuple[str, ast.Call]]:
     """Yield (file and line, call) of each call of UserError or of one of its subclasses."""
     for file in SOURCES:
-        tree = ast.parse(file.read_text())
+        text = file.read_text()
+        if "UserError" not in text:
+            continue
+        tree = ast.parse(text)
         made = {
             node.name
             for node in ast.walk(tree)
             if isinstance(node, ast.ClassDef) and any("UserError" in ast.unparse(base) for base in node.bases)
         }
         for node in ast.walk(tree):
-            if isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] in {"UserError", *made}:
+            if isinstance(node, ast.Call) and name_of(node.func) in {"UserError", *made}:
                 yield f"{file.relative_to(PROJECT)}:{node.lineno}", node
+
+
+def name_of(function: ast.expr) -> str:
+    match function:
+        case ast.Name(id=name) | ast.Attribute(attr=name):
+            return name
+    return ""
 
 
 def text_of(node: ast.expr) -> str:

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from rlsys.apps.cli import training
-from rlsys.config.compose import load_config
 from rlsys.observe.faults import KILLED_BY
+from tests.support.composed import composed
 from tests.support.paths import PROJECT
 from tests.support.processes import is_gone
 from tests.support.waiting import wait_until
@@ -89,7 +89,7 @@ def test_driver_is_started_again_only_if_it_resumes(
     monkeypatch.delenv(KILLED_BY, raising=False)
     if killed_by is not None:
         monkeypatch.setenv(KILLED_BY, killed_by)
-    assert training._outlives_its_driver(load_config("searchr1_tiny_cpu", settings)) is outlives
+    assert training._outlives_its_driver(composed(*settings)) is outlives
 
 
 @pytest.mark.parametrize(("deaths", "status"), [(0, 0), (1, 0), (2, 128 + signal.SIGKILL)])

@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,8 @@ from rlsys.apps.cli.main import app
 from rlsys.config.schema import Device
 from tests.support.paths import PROJECT
 from tests.support.processes import is_gone
+from tests.support.runs import LIMIT_S
+from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="it is about machines without a GPU")
 
@@ -36,13 +39,25 @@ _SCRIPTS = {
     "looks": "write(figure=figure | {'value': ' '.join(json.load(open(sys.argv[2]))['parts'])}); write(complete=True)",
 }
 _FIGURE = Figure("speed", 2.0, "GB/s", met=True, required=True)
+_HANGS_S = 0.01
+
+
+class _Process(subprocess.Popen):
+    """A part whose limit, if it hangs, begins once it has written the id of its child."""
+
+    def wait(self, timeout: float | None = None) -> int:
+        if timeout == _HANGS_S:
+            wait_until(Path("outputs/bench/gpu-small/hangs.log").read_text)
+        return super().wait(timeout)
 
 
 def test_a_part_that_fails_or_hangs_ends_no_other_and_loses_no_figure(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    limits = dict.fromkeys(_SCRIPTS, 100.0) | {"hangs": 10.0}
+    limits = dict.fromkeys(_SCRIPTS, LIMIT_S) | {"hangs": _HANGS_S}
+    monkeypatch.setattr(gpu.subprocess, "Popen", _Process)
+    monkeypatch.setattr(gpu, "end", partial(gpu.end, timeout_s=0.1))
     monkeypatch.setattr(gpu, "PARTS", {name: Part("", limit, needs_model=False) for name, limit in limits.items()})
     monkeypatch.setattr(gpu, "part_command", lambda name, *_: script(name, Path(_[-1]), tmp_path))
     assert gpu.measure(list(_SCRIPTS), Device.cpu, small=True) == 1
@@ -50,7 +65,7 @@ def test_a_part_that_fails_or_hangs_ends_no_other_and_loses_no_figure(
     assert {name: part["failed"].partition(";")[0] for name, part in found["parts"].items()} == {
         "measures": "",
         "crashes": "it ended with status 3",
-        "hangs": "it was ended after 10 s",
+        "hangs": "it was ended after 0.01 s",
         "misses": "not met: speed",
         "lacks": "",
         "stops": "it ended before its last figure",
@@ -62,7 +77,7 @@ def test_a_part_that_fails_or_hangs_ends_no_other_and_loses_no_figure(
     earlier = list(_SCRIPTS)[:-1]
     assert found["parts"]["looks"]["figures"][0]["value"].split() == earlier, "written after each part"
     left = int((tmp_path / "outputs/bench/gpu-small/hangs.log").read_text())
-    assert is_gone(left)
+    wait_until(lambda: is_gone(left))
     assert found["versions"]["torch"] == torch.__version__
     assert "needs a horse" in capsys.readouterr().out
 

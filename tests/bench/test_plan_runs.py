@@ -5,14 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 from bench.plan_runs import ROWS, deepen
-from rlsys.config.compose import load_config
+from tests.support.composed import composed
 
 POLICY = Path("examples/searchr1/tiny/policy")
 
 
 def test_rows_of_own_runs_are_configs() -> None:
     for row in ROWS:
-        assert load_config("searchr1_tiny_cpu", [*row.settings, "trainer.steps=5"]).trainer.steps == 5
+        assert composed(*row.settings, "trainer.steps=5").trainer.steps == 5
 
 
 def test_deeper_model_computes_the_same(tmp_path: Path) -> None:

@@ -47,6 +47,8 @@ def bundles() -> Iterator[PlacementGroup]:
     before = {child.pid for child in psutil.Process().children(recursive=True)}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(runtime.ray, "init", partial(ray.init, num_gpus=4))
+        quick = {"kill_worker_timeout_milliseconds": 200}  # Ray waits as long for a stopped process to end by itself.
+        patch.setattr(runtime, "NEAR_CHECKS", runtime.NEAR_CHECKS | quick)
         with ray_runtime(CLUSTER, [1, 1, 1]) as made:
             yield made
     left = [child for child in psutil.Process().children(recursive=True) if child.pid not in before]
@@ -125,7 +127,10 @@ def unable(why: str) -> None:
     raise RunError("its scheduler has died.")
 
 
-async def test_worker_that_cannot_start_shows_its_log(bundles: PlacementGroup, tmp_path: Path) -> None:
+async def test_worker_that_cannot_start_shows_its_log(
+    bundles: PlacementGroup, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker_group, "DEATH_S", 0.1)
     group = WorkerGroup.launch("toy", bundles, SEATS[:1], CLUSTER, tmp_path)
     try:
         with pytest.raises(RunError, match=r"(?s)its scheduler has died\..* no such model"):
@@ -307,7 +312,8 @@ def test_only_workers_on_gpus_have_several_threads_by_default_and_compile(
 @pytest.mark.usefixtures("bundles")
 def test_cluster_with_too_few_devices_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runtime, "_local", lambda *_: nullcontext())
-    cluster = ClusterConfig(device=Device.gpu, start_timeout_s=1)
+    monkeypatch.setattr(runtime, "DEVICES_POLL_S", 0.1)
+    cluster = ClusterConfig(device=Device.gpu, start_timeout_s=0.1)
     with pytest.raises(RunError, match=r"5 gpu .*it has 4"), ray_runtime(cluster, [5]):
         pass
 

@@ -13,9 +13,9 @@ import pytest
 from typer.main import get_command
 
 from rlsys.apps.cli.main import app
-from rlsys.config.compose import load_config
 from rlsys.errors import UserError
 from tests.docs.pages import PAGES, commands
+from tests.support.composed import composed
 from tests.support.paths import PROJECT
 
 _PLACEHOLDER = re.compile(r"[A-Z][A-Z_.]*$|.*(\.\.\.|\[|\]|\|)")
@@ -36,7 +36,12 @@ def parts(text: str) -> Iterator[list[str]]:
 @cache
 def composes(config: str, *settings: str) -> None:
     """Raise if `config` is no experiment or a setting does not exist."""
-    load_config(config, settings)
+    composed(*settings, name=config)
+
+
+@cache
+def root() -> Any:
+    return get_command(app)
 
 
 def check_rlsys(command: Any, words: Sequence[str]) -> None:
@@ -67,7 +72,7 @@ def check(words: Sequence[str]) -> None:
     """Raise if a command names a program, file, flag or setting that does not exist."""
     match list(words):
         case ["rlsys", *rest]:
-            check_rlsys(get_command(app), rest)
+            check_rlsys(root(), rest)
         case ["make", *targets]:
             known = _TARGET.findall((PROJECT / "Makefile").read_text())
             assert set(targets) <= set(known), targets

@@ -9,6 +9,7 @@ import sys
 import tarfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -59,6 +60,7 @@ def fake() -> Iterator[FakeHub]:
 def fetch(fake: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Download:
     """Function that runs the script with flags, within this process."""
     monkeypatch.setattr(download, "Hub", lambda: Hub(fake.url))
+    monkeypatch.setattr("huggingface_hub.file_download.time", SimpleNamespace(sleep=lambda _: None))
     monkeypatch.chdir(tmp_path)
 
     def run(*flags: str) -> None:

@@ -15,14 +15,16 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from examples.searchr1.tiny.demo import prepare_world
+from rlsys.apps.cli import training
 from rlsys.apps.cli.main import app
 from rlsys.cluster.planning.placement import parse_placement
-from rlsys.config.compose import PROJECT_CONFIGS, as_dict, load_config
+from rlsys.config.compose import PROJECT_CONFIGS, as_dict
 from rlsys.config.derived import has_critic, megatron_groups
 from rlsys.config.schema import RunConfig
 from rlsys.search.index.folder import BM25, write_manifest
 from rlsys.weights.weight_map import read_architecture
 from tests.live.miniature_run import tiny_run, train_two_steps
+from tests.support.composed import composed
 from tests.support.miniature import miniature
 from tests.support.tiny_models import LAYERS, tiny_model
 
@@ -40,15 +42,9 @@ BILLIONS = {
 """Model -> billions of parameters, from its model card."""
 
 
-@cache
-def composed(experiment: str) -> RunConfig:
-    """Config of `experiment`; it is cached, so callers must not change it."""
-    return load_config(experiment)
-
-
 def shape_of(experiment: str) -> Path:
     """Folder with the config.json of an experiment's model."""
-    name = composed(experiment).model.path.lower()
+    name = composed(name=experiment).model.path.lower()
     return next(folder for folder in (SHAPES / name, SHAPES / f"{name}-instruct") if folder.is_dir())
 
 
@@ -74,12 +70,15 @@ def tiny_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], RunConf
 
 
 @pytest.mark.parametrize("experiment", EXPERIMENTS)
-def test_every_experiment_fits_its_machines_and_has_a_plan(experiment: str, elsewhere: list[str]) -> None:
+def test_every_experiment_fits_its_machines_and_has_a_plan(
+    experiment: str, elsewhere: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(training, "load_config", lambda name, overrides, _: composed(*overrides, name=name))
     shape = shape_of(experiment)
     settings = [f"model.path={shape}", *elsewhere]
     done = CliRunner().invoke(app, ["train", "-c", experiment, *settings, "--dry-run", "--json"])
     assert done.exit_code == 0, done.output
-    plan, cluster = json.loads(done.stdout), composed(experiment).cluster
+    plan, cluster = json.loads(done.stdout), composed(name=experiment).cluster
     assert plan["device"] == "gpu"
     assert plan["model"]["parameters"] / 1e9 == pytest.approx(BILLIONS[shape.name], rel=0.005)
     assert cluster.devices_per_node is not None, "the experiment must state its machines"
@@ -135,7 +134,7 @@ def test_every_setting_trains_and_every_two_of_a_layout_train_together(
     tiny_of: Callable[[str], RunConfig], tmp_path: Path
 ) -> None:
     """An experiment whose settings and pairs all train in miniatures of other experiments is not run itself."""
-    small = {name: miniature(composed(name), tiny_of(family_of(name)), LAYERS) for name in EXPERIMENTS}
+    small = {name: miniature(composed(name=name), tiny_of(family_of(name)), LAYERS) for name in EXPERIMENTS}
     failed: dict[str, AssertionError] = {}
     for experiment in covering({name: combined(kinds(one)) for name, one in small.items()}):
         try:

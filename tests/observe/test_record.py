@@ -30,6 +30,7 @@ from rlsys.observe.run_folder import open_run
 from rlsys.observe.spans import Span, Tracer
 from rlsys.observe.status import Progress
 from rlsys.observe.trackers import open_trackers
+from rlsys.orchestrator import run_logger
 from rlsys.orchestrator.evaluation.heldout import Answered, Evaluation
 from rlsys.orchestrator.evaluation.scores import scores_of
 from rlsys.orchestrator.pipeline.scheduler import DropReason, GroupOutcome, GroupStage
@@ -41,6 +42,12 @@ from tests.support.trajectories import question, rewarded, trajectory
 S = 1_000_000_000
 SCORED = replace(rewarded(trajectory(range(5), version=0), 1.0), old_logprobs=np.zeros(5, np.float32))
 GROUPS = [Group(question(1), (SCORED,))]
+
+
+@pytest.fixture(autouse=True)
+def _no_charts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a record that is closed draw no charts, which takes a second."""
+    monkeypatch.setattr(run_logger, "draw_curves", lambda *_: [])
 
 
 class Clock:

@@ -169,7 +169,7 @@ def test_the_connection_limit_leaves_file_descriptors_for_other_uses(monkeypatch
 
 
 def test_every_server_limits_its_connections() -> None:
-    """Only this module imports uvicorn."""
+    """Only rlsys/search/connections.py imports uvicorn."""
     modules = (PROJECT / "rlsys").rglob("*.py")
     users = [file for file in modules if re.search(r"^\s*(import|from)\b.*\buvicorn\b", file.read_text(), re.MULTILINE)]
     assert users == [PROJECT / "rlsys/search/connections.py"]

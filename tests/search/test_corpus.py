@@ -157,7 +157,6 @@ def test_a_damaged_offsets_file_is_never_used(tmp_path_factory: pytest.TempPathF
 def test_offsets_go_to_the_cache_or_memory_when_the_folder_is_not_writable(
     path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-
     def warnings() -> list[str]:
         said = [one for one in caplog.records if one.name == corpus_module.__name__]
         return [one.levelname for one in said if one.levelno >= logging.WARNING]

@@ -15,6 +15,7 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcon
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, TypeVar
+from unittest import mock
 
 import torch
 from rich.console import Console
@@ -45,6 +46,7 @@ from rlsys.data.trajectory import Trajectory
 from rlsys.files import sha256_of
 from rlsys.observe.faults import FAULTS, FaultLog
 from rlsys.observe.status import Progress
+from rlsys.orchestrator import run_logger
 from rlsys.orchestrator.evaluator import Evaluator
 from rlsys.orchestrator.resume import CHECKPOINTS, Origin, find_origin, folder_of
 from rlsys.orchestrator.run import Run, Session
@@ -312,4 +314,5 @@ def ended(
 
 def _alone(*arguments: Any) -> None:
     os.setsid()
-    train_recorded(*arguments)
+    with mock.patch.object(run_logger, "draw_curves"):  # Charts take longer than a step.
+        train_recorded(*arguments)

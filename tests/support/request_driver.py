@@ -5,13 +5,15 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from unittest import mock
 
+from rlsys.observe import requests
 from rlsys.observe.requests import Inbox, Request
 
 
 @contextmanager
 def driver(inbox: Inbox, carry_out: Callable[[Request], None]) -> Iterator[None]:
-    """Give each request once to `carry_out` in a thread, until the body ends."""
+    """Give each request once to `carry_out` in a thread, until the body ends, which looks often for the results."""
     over, begun = threading.Event(), set()
 
     def run() -> None:
@@ -24,7 +26,8 @@ def driver(inbox: Inbox, carry_out: Callable[[Request], None]) -> Iterator[None]
     thread = threading.Thread(target=run)
     thread.start()
     try:
-        yield
+        with mock.patch.object(requests, "POLL_S", 0.01):
+            yield
     finally:
         over.set()
         thread.join()

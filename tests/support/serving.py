@@ -70,7 +70,7 @@ def served(answer: Answer) -> Iterator[Server]:
             pass
 
     http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=http.serve_forever, daemon=True)
+    thread = threading.Thread(target=http.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
     thread.start()
     server.url = f"http://127.0.0.1:{http.server_port}"
     try:

@@ -233,9 +233,13 @@ def test_nccl_group_has_no_watchdog_that_would_kill_the_process(
     assert "TORCH_NCCL_BLOCKING_WAIT" not in os.environ, "the groups of training keep their watchdog"
 
 
-def test_missing_members_are_named_after_the_timeout(tmp_path: Path, threads: ThreadPoolExecutor) -> None:
+def test_missing_members_are_named_after_the_timeout(
+    tmp_path: Path, threads: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """On a busy machine, the member that does come may be too late as well."""
-    broadcast = spec(SyncMode.broadcast, 3, tmp_path, timeout_s=5.0)
+    wait = transport._wait
+    monkeypatch.setattr(transport, "_wait", lambda done, store, _, poll_s: wait(done, store, 0.3, poll_s))
+    broadcast = spec(SyncMode.broadcast, 3, tmp_path, timeout_s=600.0)
     coming = threads.submit(open_receiver, replace(broadcast, rank=2))
     with pytest.raises(RunError, match=r"rollout rank 0 and .*rollout rank 2") as caught:
         open_sender(broadcast)

@@ -8,12 +8,13 @@ import pytest
 
 from rlsys.apps.chat.chat_settings import ChatOptions, ChatSettings, settings_for_requests, settings_of, template_of
 from rlsys.apps.evaluation.evaluation_inputs import Model
-from rlsys.config.compose import as_dict, load_config
+from rlsys.config.compose import as_dict
 from rlsys.data.question import own_template, search_prompt
 from rlsys.errors import UserError
 from rlsys.rollout.tools.interface import described, named_tools
 from rlsys.search.index.folder import BM25, write_manifest
 from tests.support.chat import write_rows
+from tests.support.composed import composed
 from tests.support.refusals import refused
 
 RAW = ["Who am I?", "where is it", "Why?"]
@@ -32,7 +33,7 @@ def save(place: Path, tree: dict[str, Any], **changes: dict[str, Any]) -> None:
 @pytest.fixture
 def tree(tmp_path: Path) -> dict[str, Any]:
     """The config of a run with an index and training rows."""
-    config = as_dict(load_config("searchr1_tiny_cpu"))
+    config = as_dict(composed())
     index = tmp_path / "index"
     index.mkdir()
     write_manifest(index, BM25, {})

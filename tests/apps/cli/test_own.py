@@ -12,12 +12,14 @@ from huggingface_hub.errors import LocalEntryNotFoundError
 from typer import Exit
 from typer.testing import CliRunner
 
+from rlsys.apps.cli import own
 from rlsys.apps.cli.main import app
 from rlsys.apps.cli.own import OwnOptions, Words, _run, commands
 from rlsys.config.compose import load_config
 from rlsys.errors import Interrupted, RunError, UserError
 from rlsys.observe.status import Progress
 from rlsys.orchestrator.run_logger import RunLogger
+from tests.support.composed import composed
 from tests.support.jsonl import read_rows
 from tests.support.tiny_models import POLICY
 
@@ -65,7 +67,7 @@ class World:
                 assert result.exit_code == 0, result.output
 
     def train(self, name: str, note: Path, settings: list[str]) -> None:
-        config = load_config(name, settings)
+        config = composed(*settings, name=name)
         run_dir = Path(config.output_dir) / f"{config.name}-20250101-000000"  # `folder_of` looks for this name.
         checkpoint = run_dir / "checkpoints" / f"global_step_{config.trainer.steps}" / "actor"
         note.write_text(str(run_dir))
@@ -88,6 +90,7 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> World:
         raise LocalEntryNotFoundError(name) if local_files_only else Downloaded(name)
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", ask)
+    monkeypatch.setattr(own, "load_config", lambda name, overrides=(): composed(*overrides, name=name))
     return World(tmp_path)
 
 
@@ -95,7 +98,10 @@ def names(done: list[Words]) -> list[str]:
     return [" ".join(words[:2]) if words[0] in ("search", "data") else words[0] for words in done]
 
 
-def test_documents_and_questions_lead_to_a_report_and_finished_work_is_not_repeated(world: World) -> None:
+def test_documents_and_questions_lead_to_a_report_and_finished_work_is_not_repeated(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(own, "load_config", load_config)
     wish = world.wish(steps=3, overrides=("trainer.seed=5",))
     done = world.run(wish)
     assert names(done) == [
@@ -175,7 +181,7 @@ def test_own_heldout_questions_prompt_and_tools_are_passed_on(world: World, tmp_
     heldout.write_text("question,answer\nWhat is 0?,0\nwhat is love?,nobody knows\n")
     done = world.run(world.wish(heldout=heldout, holdout=None, prompt=prompt))
     assert names(done)[2:6] == ["data prepare", "data prepare", "data split", "train"]
-    task = load_config("searchr1_tiny_cpu", done[5][5:]).task
+    task = composed(*done[5][5:]).task
     trained, held = (read_rows(Path(file)) for file in (task.train_path, task.eval_path))
     assert held[0]["prompt"][0]["content"].startswith("Find out: What is 0?")
     assert held[0]["extra_info"]["split"] == "test"

@@ -18,7 +18,6 @@ from rlsys.apps.evaluation.execution import (
     settings_for,
     with_passages,
 )
-from rlsys.config.compose import load_config
 from rlsys.config.schema import (
     Dtype,
     ReActAgent,
@@ -37,6 +36,7 @@ from rlsys.search.retrieval import Failure, SearchResult
 from tests.apps.evaluation.questions import QUESTIONS, TEXTS
 from tests.search.scripted import Script, found
 from tests.support.bpe import build_tokenizer
+from tests.support.composed import composed
 from tests.support.refusals import refused
 from tests.support.tiny import Search, search_server
 from tests.support.tiny_models import POLICY, tiny_model
@@ -102,7 +102,7 @@ def server() -> Iterator[Search]:
 
 @pytest.fixture
 def config(server: Search, tmp_path: Path) -> RunConfig:
-    loaded = load_config("searchr1_tiny_cpu", [f"search.url={server.url}", f"output_dir={tmp_path}"])
+    loaded = composed(f"search.url={server.url}", f"output_dir={tmp_path}")
     return replace(loaded, model=replace(loaded.model, path=str(POLICY)))
 
 

@@ -17,11 +17,11 @@ from rlsys.apps.evaluation.evaluation_inputs import (
     find_sources,
     questions_of,
 )
-from rlsys.config.compose import load_config
 from rlsys.config.schema import RunConfig
 from rlsys.errors import RunError, UserError
 from rlsys.weights.checkpoint.store import CheckpointStore
 from rlsys.weights.convert.conversion import hf_to_megatron, megatron_to_hf
+from tests.support.composed import composed
 from tests.support.hf_models import assert_same_tensors
 from tests.support.refusals import refused
 from tests.support.tiny_models import POLICY
@@ -163,7 +163,7 @@ def own(tmp_path: Path) -> str:
 def config_of(*overrides: str) -> RunConfig:
     """Return the config of a run without questions, model and index."""
     nothing = ["task.train_path=none", "task.eval_path=none", "model.path=none", "search.index=none"]
-    return load_config("searchr1_tiny_cpu", [*nothing, *overrides])
+    return composed(*nothing, *overrides)
 
 
 async def want(

@@ -22,7 +22,6 @@ from rlsys.cluster.planning.hardware import REACHED, REACHED_SOURCE, SPEEDS
 from rlsys.cluster.planning.memory import count_parameters, group_memory
 from rlsys.cluster.planning.resolve import make_plan
 from rlsys.cluster.planning.work import EXPECTED, HardwareCosts
-from rlsys.config.compose import load_config
 from rlsys.config.schema import AsyncSchedule, RunConfig
 from rlsys.errors import Code
 from rlsys.observe.run_folder import open_run
@@ -30,6 +29,7 @@ from rlsys.observe.spans import PEAK_TFLOPS
 from rlsys.trainer.batches import SampleSize
 from rlsys.weights.weight_map import read_architecture
 from tests.apps.planner.made import FREE, costs_of
+from tests.support.composed import composed
 from tests.support.made_run import made_run
 from tests.support.refusals import refused
 
@@ -39,7 +39,7 @@ FEW = ("trainer.prompts_per_step=8", "algorithm.n_samples=2")
 
 @cache
 def config_of(name: str = "searchr1_qwen2.5_3b_1node", *settings: str) -> RunConfig:
-    return with_shape(load_config(name, settings))
+    return with_shape(composed(*settings, name=name))
 
 
 def test_a_step_of_full_micro_batches_takes_as_long_as_the_estimate_says() -> None:

@@ -14,9 +14,9 @@ from rlsys.apps.planner.search import Candidate, PlacementSearch, render_search,
 from rlsys.apps.planner.workload import Workload
 from rlsys.cluster.planning.hardware import REACHED, REACHED_SOURCE
 from rlsys.cluster.planning.placement import parse_placement
-from rlsys.config.compose import load_config
 from rlsys.trainer.batches import SampleSize
 from tests.apps.planner.made import FREE, costs_of, ends
+from tests.support.composed import composed
 from tests.support.refusals import refused
 
 NAME = "searchr1_qwen2.5_3b_1node"
@@ -28,7 +28,7 @@ MOST = 6
 
 
 def planner(*settings: str) -> Planner:
-    return Planner(with_shape(load_config(NAME, settings)), "H100", REACHED, REACHED_SOURCE, Workload())
+    return Planner(with_shape(composed(*settings, name=NAME)), "H100", REACHED, REACHED_SOURCE, Workload())
 
 
 def search_of(*settings: str) -> PlacementSearch:
@@ -47,7 +47,7 @@ def found(searched: PlacementSearch) -> list[dict[str, Any]]:
 
 def test_every_candidate_can_run_and_its_overrides_make_it(found: list[dict[str, Any]]) -> None:
     for one in found:
-        config = with_shape(load_config(NAME, [FEW, *one["overrides"]]))
+        config = with_shape(composed(FEW, *one["overrides"], name=NAME))
         check(config)
         assert config.cluster.placement == one["placement"]
         assert config.trainer.schedule.kind == one["schedule"]
@@ -138,4 +138,4 @@ def test_a_run_without_an_inference_group_is_searched_too() -> None:
     alone = ("algorithm=dapo", "algorithm.old_logprobs=actor", "trainer.mini_batches=1")
     search = search_of(FEW, *alone, "trainer.schedule.kind=sequential")
     (fastest, *_) = search.best(search.candidates()[:40])
-    check(with_shape(load_config(NAME, [FEW, *alone, *fastest["overrides"]])))
+    check(with_shape(composed(FEW, *alone, *fastest["overrides"], name=NAME)))

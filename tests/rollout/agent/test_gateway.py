@@ -127,13 +127,13 @@ async def test_async_agent_that_exits_ends_its_own_episode_alone() -> None:
 @pytest.mark.parametrize("name", ["never_ends", "never_returns"])
 def test_agent_that_never_ends_is_given_up_with_its_turns_so_far(name: str) -> None:
     gateway_agents.HELD.clear()
-    played = play(Engine(["Paris"]), agent(name, timeout_s=2.0))
+    played = play(Engine(["Paris"]), agent(name, timeout_s=0.5))
     gateway_agents.HELD.set()
     assert (played.finish, trained(played)) == (Finish.ABORTED, len(played.turns) * f"Paris{END}")
 
 
 def test_command_that_hangs_is_killed() -> None:
-    played = play(Engine(["Paris"]), command("hangs", timeout_s=3.0))
+    played = play(Engine(["Paris"]), command("hangs", timeout_s=1.0))
     assert (played.finish, len(played.turns), bool(played.loss_mask.any())) == (Finish.ABORTED, 0, False)
     wait_until(lambda: not descendants_with(AGENTS))
 
@@ -153,7 +153,8 @@ async def test_command_is_ended_by_a_call_that_is_cancelled_while_it_kills(monke
 
 
 @pytest.mark.parametrize("kind", ["leaves_child", "leaves_session"])
-def test_command_that_leaves_a_child_has_answered(kind: str) -> None:
+def test_command_that_leaves_a_child_has_answered(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gateway, "_PIPES_S", 0.1)
     played = play(Engine(["Paris"]), command(kind, timeout_s=600.0))
     assert (played.finish, len(played.turns)) == (Finish.ANSWER, 2)
     assert played.answer is not None
