@@ -285,7 +285,10 @@ def version() -> str:
 
 
 def settings_of(setup: str, steps: int, limit_s: float, restart_s: float) -> list[str]:
-    """Return the settings of a run. A hang is found within a quarter of `limit_s`."""
+    """Return the settings of a run.
+
+    A hang is found within a quarter of `limit_s`, that of Ray's head within half a minute.
+    """
     settings = [
         *(*SETTINGS, f"trainer.steps={steps}", f"cluster.call_timeout_s={limit_s / 4}"),
         *(f"{part}.start_timeout_s={restart_s}" for part in ("cluster", "rollout.engine")),

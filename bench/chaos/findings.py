@@ -103,8 +103,8 @@ def verdict(fault: Fault, code: int, printed: str, ended: str | None, before: It
 
     `printed`: stderr of the driver. `ended`: how the run ended according to its status.json, None if it does not say.
     `before`: faults of the same launch before this one. An ending is `ENDED` if it is one sentence that names the part,
-    without a traceback of the driver. If Ray's head has been stopped before, it may name that: the run ends only some
-    seconds later, or when it needs the head.
+    without a traceback of the driver. If Ray's head has been stopped before, it may name that: the run ends only half a
+    minute later, or when it needs the head.
     """
     lines = [line for line in printed.splitlines() if line.strip() and not _LOGGED.match(line)]
     if fault.process == "driver" and code < 0:

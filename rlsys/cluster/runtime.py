@@ -241,6 +241,7 @@ class RayWatch:
         # If an import stalls all threads of this process, the head is not to blame: a stall ends only one of these waits.
         for _ in range(_WAITS - 1):
             futures.wait([asked], timeout_s / _WAITS)
+            self.require_alive()
         try:
             lost_node, name = asked.result(timeout_s / _WAITS), "raylet"
         except (TimeoutError, ray.exceptions.RayError, RuntimeError, OSError):

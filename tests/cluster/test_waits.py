@@ -127,9 +127,33 @@ async def test_ray_that_hangs_is_ended_although_it_blocks_the_event_loop(silent:
 
 def test_stall_of_all_threads_is_not_taken_for_a_silent_head(monkeypatch: pytest.MonkeyPatch) -> None:
     """As during an import: what the head has answered is read only after the first wait has ended."""
-    stalled = threading.Event()
-    monkeypatch.setattr(runtime.futures, "wait", lambda *_: stalled.set())
+    stalled, waits = threading.Event(), []
+
+    def wait(_: object, timeout_s: float) -> None:
+        waits.append(timeout_s)
+        stalled.set()
+
+    monkeypatch.setattr(runtime.futures, "wait", wait)
     RayWatch({}, is_lost=lambda: not stalled.wait(60))._check(3000.0)
+    assert waits == [300.0] * 9, "the last wait is that for the result"
+
+
+def test_death_of_a_process_is_found_while_the_head_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = threading.Event()
+    with subprocess.Popen(["sleep", "3600"]) as raylet:
+        watch = RayWatch({"raylet": psutil.Process(raylet.pid)}, is_lost=answers.wait)
+        waits: list[float] = []
+
+        def wait(_: object, timeout_s: float) -> None:
+            waits.append(timeout_s)
+            raylet.kill()
+            raylet.wait()
+
+        monkeypatch.setattr(runtime.futures, "wait", wait)
+        with pytest.raises(RunError, match="raylet has died"):
+            watch._check(1.0)
+    answers.set()
+    assert len(waits) == 1
 
 
 async def test_answer_error_and_silence_of_the_head_are_distinguished() -> None:

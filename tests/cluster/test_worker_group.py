@@ -47,7 +47,7 @@ def bundles() -> Iterator[PlacementGroup]:
     before = {child.pid for child in psutil.Process().children(recursive=True)}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(runtime.ray, "init", partial(ray.init, num_gpus=4))
-        quick = {"kill_worker_timeout_milliseconds": 200}  # Ray waits as long for a stopped process to end by itself.
+        quick = {"kill_worker_timeout_milliseconds": 200}  # Ray waits so long for a process to end before it kills it.
         patch.setattr(runtime, "NEAR_CHECKS", runtime.NEAR_CHECKS | quick)
         with ray_runtime(CLUSTER, [1, 1, 1]) as made:
             yield made
@@ -127,10 +127,7 @@ def unable(why: str) -> None:
     raise RunError("its scheduler has died.")
 
 
-async def test_worker_that_cannot_start_shows_its_log(
-    bundles: PlacementGroup, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(worker_group, "DEATH_S", 0.1)
+async def test_worker_that_cannot_start_shows_its_log(bundles: PlacementGroup, tmp_path: Path) -> None:
     group = WorkerGroup.launch("toy", bundles, SEATS[:1], CLUSTER, tmp_path)
     try:
         with pytest.raises(RunError, match=r"(?s)its scheduler has died\..* no such model"):

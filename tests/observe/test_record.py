@@ -46,7 +46,7 @@ GROUPS = [Group(question(1), (SCORED,))]
 
 @pytest.fixture(autouse=True)
 def _no_charts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let a record that is closed draw no charts, which takes a second."""
+    """Draw no charts when a record is closed: they take a second."""
     monkeypatch.setattr(run_logger, "draw_curves", lambda *_: [])
 
 

@@ -13,7 +13,7 @@ from rlsys.observe.requests import Inbox, Request
 
 @contextmanager
 def driver(inbox: Inbox, carry_out: Callable[[Request], None]) -> Iterator[None]:
-    """Give each request once to `carry_out` in a thread, until the body ends, which looks often for the results."""
+    """Give each request once to `carry_out` in a thread, until the body ends. The body polls often for the results."""
     over, begun = threading.Event(), set()
 
     def run() -> None:

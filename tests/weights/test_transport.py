@@ -238,7 +238,9 @@ def test_missing_members_are_named_after_the_timeout(
 ) -> None:
     """On a busy machine, the member that does come may be too late as well."""
     wait = transport._wait
-    monkeypatch.setattr(transport, "_wait", lambda done, store, _, poll_s: wait(done, store, 0.3, poll_s))
+    monkeypatch.setattr(
+        transport, "_wait", lambda done, store, limit_s, poll_s: wait(done, store, limit_s / 2000, poll_s)
+    )
     broadcast = spec(SyncMode.broadcast, 3, tmp_path, timeout_s=600.0)
     coming = threads.submit(open_receiver, replace(broadcast, rank=2))
     with pytest.raises(RunError, match=r"rollout rank 0 and .*rollout rank 2") as caught:
