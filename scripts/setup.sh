@@ -10,8 +10,8 @@ fail() {
 
 python=${PYTHON:-python3.11}
 command -v "$python" >/dev/null 2>&1 || fail "$python is not installed: install Python 3.11, or set PYTHON=/path/to/python3.11."
-# Before 3.11.4, tarfile has no filters, and enums are pickled as calls of getattr, which a checkpoint may not make.
-"$python" -c 'import sys; sys.exit(not (3, 11, 4) <= sys.version_info < (3, 12))' || fail "$python is $("$python" -V); the pinned packages and rlsys need Python 3.11.4 or a later 3.11: set PYTHON=/path/to/python3.11."
+# Before 3.11.5, enums are pickled as calls of getattr, which a checkpoint may not make; before 3.11.4, tarfile has no filters.
+"$python" -c 'import sys; sys.exit(not (3, 11, 5) <= sys.version_info < (3, 12))' || fail "$python is $("$python" -V); the pinned packages and rlsys need Python 3.11.5 or a later 3.11: set PYTHON=/path/to/python3.11."
 "$python" -c 'import venv, ensurepip' 2>/dev/null || fail "$python has no venv module: install it (Debian and Ubuntu: apt install python3.11-venv)."
 
 stamp=.venv/.set-up-for

@@ -106,7 +106,7 @@ def look(
 
 def _machine() -> Iterator[Part]:
     python = ".".join(map(str, sys.version_info[:3]))
-    yield Part("Python", python, "" if sys.version_info >= (3, 11, 4) else "install Python 3.11.4 or newer")
+    yield Part("Python", python, "" if sys.version_info >= (3, 11, 5) else "install Python 3.11.5 or newer")
     memory = psutil.virtual_memory().available / 2**30
     yield Part("free memory", f"{memory:.1f} GiB", "" if memory >= MIN_MEMORY_GIB else f"free {MIN_MEMORY_GIB} GiB")
     disk = shutil.disk_usage(".").free / 2**30
