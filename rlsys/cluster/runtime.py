@@ -112,9 +112,21 @@ def ray_runtime(
 
 
 @contextmanager
-def joined(address: str) -> Iterator[None]:
-    """Connect to the Ray cluster at `address`, and disconnect on exit."""
-    _connect(address=address)
+def joined(address: str, again: Callable[[], bool] = bool) -> Iterator[None]:
+    """Connect to the Ray cluster at `address`, and disconnect on exit.
+
+    Ray looks for its node on this machine for a minute, and again while `again()` is true. Raises RunError if there is none.
+    """
+    while True:
+        try:
+            _connect(address=address)
+            break
+        except ConnectionError as problem:
+            if not again():
+                raise RunError(
+                    f"Ray at {address} has no node on this machine: run rlsys on a machine of that cluster, or, if Ray has "
+                    "just been started here, wait until it is ready."
+                ) from problem
     try:
         yield
     finally:

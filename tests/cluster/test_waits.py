@@ -19,7 +19,7 @@ import ray
 
 from rlsys.cluster import runtime
 from rlsys.cluster.preflight.machine import Unseen, cluster_at
-from rlsys.cluster.runtime import Machine, RayWatch, answer, ray_runtime
+from rlsys.cluster.runtime import Machine, RayWatch, answer, joined, ray_runtime
 from rlsys.cluster.worker_group import POLLS, STAGES, Rank, RankDied, RankSilent, WorkerGroup, together
 from rlsys.config.derived import stage_limits
 from rlsys.config.schema import ClusterConfig, Device, StageTimeouts
@@ -47,9 +47,18 @@ def test_ray_that_does_not_start_is_retried_and_then_refused(monkeypatch: pytest
 
 
 def test_cluster_address_without_a_listener_is_refused() -> None:
-    joined = ray_runtime(ClusterConfig(device=Device.cpu, address="127.0.0.1:1"), [1])
+    there = ray_runtime(ClusterConfig(device=Device.cpu, address="127.0.0.1:1"), [1])
     with refused("unreachable", "cluster.address"):
-        joined.__enter__()
+        there.__enter__()
+
+
+def test_ray_that_has_no_node_here_yet_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    tries = Mock(side_effect=[ConnectionError, ConnectionError, None, ConnectionError])
+    monkeypatch.setattr(ray, "init", tries)
+    with joined("here:1", again=lambda: True):
+        assert tries.call_count == 3
+    with pytest.raises(RunError, match="here:1 has no node on this machine"):
+        joined("here:1").__enter__()
 
 
 def test_a_run_does_not_wait_for_devices_of_a_machine_that_has_left(monkeypatch: pytest.MonkeyPatch) -> None:

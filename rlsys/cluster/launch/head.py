@@ -97,7 +97,13 @@ async def run_on_cluster(
     this launcher started here, if any; the run ends when that Ray exits.
     """
     until = time.monotonic() + task.wait_s if until is None else until
-    with joined(address), tempfile.TemporaryDirectory(prefix="rlsys-logs-", ignore_cleanup_errors=True) as logs:
+
+    def waits() -> bool:
+        if node is not None:
+            node.require_alive()
+        return time.monotonic() < until
+
+    with joined(address, waits), tempfile.TemporaryDirectory(prefix="rlsys-logs-", ignore_cleanup_errors=True) as logs:
         there = await _assemble(role, address, task.wait_s, until, node, notify)
         nodes = ClusterNodes(task, there, Path(logs), node, notify)
         try:
