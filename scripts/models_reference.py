@@ -12,9 +12,8 @@ from typing import Any
 from rlsys.config.compose import PROJECT_CONFIGS
 from rlsys.weights.family_file import FAMILIES, family_names, unsupported_types
 from rlsys.weights.weight_map import load_family, read_architecture
-from tests.extensions.test_family import RUNS
 from tests.support.hf_models import configs
-from tests.support.tiny_models import BUILT_IN
+from tests.support.tiny_models import BUILT_IN, ON_SGLANG
 from tests.trainer.harness import Layout
 from tests.trainer.test_against_transformers import LAYOUTS, MORE_LAYOUTS
 from tests.weights.convert.test_grid import KINDS
@@ -80,9 +79,8 @@ def _named(layout: Layout) -> str:
 
 def _engines(family: str) -> str:
     """Return the engines that were given the weights of a model of the family in a test; qwen2 is in most tests."""
-    # tests/live/test_miniatures.py trains a model of each of the families of experiments with SGLang.
-    sglang = {model for model, _, engine in RUNS if engine == "sglang"}
-    sglang |= {read_architecture(folder).family for folder in SHAPES.iterdir()}
+    # tests/live/test_miniatures.py trains a model of each other family of an experiment with SGLang.
+    sglang = {*ON_SGLANG, *(read_architecture(folder).family for folder in SHAPES.iterdir())}
     held = {"transformers": {*BUILT_IN, "qwen2"}, "SGLang": sglang}
     return ", ".join(engine for engine, families in held.items() if family in families)
 

@@ -5,14 +5,18 @@ import inspect
 import os
 import pickle
 import re
+import shutil
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 import rlsys
 import rlsys.apps.api
+from rlsys.apps.cli import doctor
 from rlsys.errors import Code, RunError, UserError, code_of, first_line, root_cause
 from tests.support.paths import PROJECT
 
@@ -43,9 +47,34 @@ for never in ("rlsys.tools.nothing", "rlsys.nothing"):
 """
 
 
-def run(*words: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    command, environment = [sys.executable, *words], os.environ | variables
-    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+def run(*words: str, program: str = sys.executable, **variables: str) -> subprocess.CompletedProcess[str]:
+    environment = os.environ | variables
+    return subprocess.run([program, *words], env=environment, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.parametrize("older", [0, 1])
+def test_set_up_and_doctor_take_the_oldest_python_of_the_package_and_refuse_the_one_before(
+    older: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    oldest = tomllib.loads((PROJECT / "pyproject.toml").read_text())["project"]["requires-python"].removeprefix(">=")
+    major, minor, micro = map(int, oldest.split("."))
+    version = (major, minor, micro - older)
+    python = tmp_path / "python"
+    python.write_text(
+        "#!/bin/sh\n"
+        'case "$*" in -V) echo a Python; exit ;; *ensurepip*) exit 1 ;; esac\n'
+        f'exec "{sys.executable}" -c "import sys; sys.version_info = {version}; exec(sys.argv[1])" "$2"\n'
+    )
+    python.chmod(0o755)
+    (tmp_path / "scripts").mkdir()
+    shutil.copy(PROJECT / "scripts" / "setup.sh", tmp_path / "scripts")  # It sets up the folder above its own.
+    done = run(program=f"{tmp_path}/scripts/setup.sh", PYTHON=str(python))
+    assert done.returncode == 1
+    assert ("has no venv module" in done.stderr) == (not older), "the next check"
+    assert (oldest in done.stderr) == bool(older)
+    monkeypatch.setattr(doctor, "sys", SimpleNamespace(version_info=version))
+    (part,) = [one for one in doctor._machine() if one.what == "Python"]
+    assert (oldest in part.problem) == bool(older)
 
 
 def test_every_public_name_is_exported_and_documented() -> None:

@@ -1,18 +1,20 @@
 """Tests that the documents' commands run, page by page, in a folder like a fresh checkout.
 
-Training runs are made small by settings appended to the command; `RUN` and `OTHER` stand for existing runs. Commands
-that cannot run here are listed in `NEEDS` with the reason; `test_commands_exist.py` checks that the files and flags
-they name exist.
+Training runs are planned as they are written, and the settings of all pages are trained together in a few runs, which
+further settings make small. `RUN` and `OTHER` stand for existing runs. Commands that cannot run here are listed in
+`NEEDS` with the reason; `test_commands_exist.py` checks that the files and flags they name exist.
 """
 
 import json
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
 import sys
 from contextlib import suppress
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -37,8 +39,10 @@ NEEDS = {
     r"^curl |search serve|rlsys serve|rlsys watch|--web": "a reader who ends it; tests/live/test_ports.py runs each server",
     r" [A-Z]{2,}( |$|\.)|\w\|\w|\.\.\.| \[": "is a form to be filled in",
 }
+READS_ONLY = r"\brlsys (train.* --dry-run|eval|chat|report|audit)\b"
+"""Commands that leave nothing which a later one of the page needs."""
 SMALL = "trainer.steps=2 trainer.prompts_per_step=4 trainer.mini_batches=1 algorithm.n_samples=4 eval.limit=4"
-SMALL += " ".join(["", "tracking.wandb=false", "tracking.tensorboard=false", *PATIENT])
+SMALL += " ".join(["", PLAIN_ENGINE, "tracking.wandb=false", "tracking.tensorboard=false", *PATIENT])
 
 
 def to_be_run(page: Path) -> list[str]:
@@ -89,8 +93,7 @@ def typed(command: str) -> str:
     text = re.sub(r"global_step_(12|100)\b", "global_step_2", command)
     text = text.replace("outputs/own/runs/RUN", "outputs/RUN")
     if re.search(r"\brlsys train -c searchr1_tiny_cpu\b", text) and "--dry-run" not in text:
-        own = [] if "lora" in text else [PLAIN_ENGINE]
-        text = " ".join([text, *own, *(one for one in SMALL.split() if one.partition("=")[0] not in text)])
+        text = " ".join([text, *(one for one in SMALL.split() if one.partition("=")[0] not in text)])
     if re.search(r"\brlsys eval\b", text):
         text = re.sub(r" --limit \d+", "", text) + " --limit 4"
     if re.search(r"\brlsys (eval|chat)\b", text) and "--engine" not in text:
@@ -113,29 +116,62 @@ def run(text: str, folder: Path) -> None:
     assert process.returncode == 0, f"{text}\n{said[-3000:]}"
 
 
-def without_repeated_runs() -> dict[str, list[str]]:
-    """Return page -> commands that can run here, without training runs that another one repeats with more settings."""
-    found = {page.name: to_be_run(page) for page in PAGES}
-    runs = [frozenset(text.split()) for texts in found.values() for text in texts if is_training(text)]
+def is_merged(text: str) -> bool:
+    """True for a training run whose settings are trained with those of others."""
+    return "rlsys train" in text and "--dry-run" not in text and "--folder-to" not in text
+
+
+def form(text: str) -> frozenset[str]:
+    """Return the words that another command needs to repeat this one: options, if it only asks a model."""
+    if asks := re.search(r"\brlsys (eval|chat)\b", text):
+        return frozenset([asks[0], *re.findall(r"(?<= )-[-a-z]+|(?<= )[\w.]+(?==)|/checkpoints/", text)])
+    return frozenset(text.split() if "rlsys train" in text else [typed(text)])
+
+
+def by_page() -> dict[str, list[str]]:
+    """Return page -> its commands; merged runs are planned only, and what a later or longer command repeats is left out."""
+    found = [
+        (str(page.relative_to(PROJECT)), f"{text} --dry-run" if is_merged(text) else text)
+        for page in PAGES
+        for text in to_be_run(page)
+    ]
+    last = {form(text): at for at, (_, text) in enumerate(found) if re.search(READS_ONLY, text)}
     pages: dict[str, list[str]] = {}
-    trained: set[frozenset[str]] = set()
-    for page, texts in found.items():
-        kept = []
-        for text in texts:
-            words = frozenset(text.split())
-            if is_training(text) and (words in trained or any(words < other for other in runs)):
-                continue
-            trained.add(words)
-            kept.append(text)
-        pages |= {page: kept} if kept else {}
+    for at, (page, text) in enumerate(found):
+        own = form(text)
+        if not re.search(READS_ONLY, text) or (last[own] == at and not any(own < other for other in last)):
+            pages.setdefault(page, []).append(text)
     return pages
 
 
-def is_training(text: str) -> bool:
-    return "rlsys train" in text and "--dry-run" not in text
+def together() -> list[list[str]]:
+    """Return the settings of a few training runs, which together have those of all merged runs."""
+    runs: list[dict[str, str]] = []
+    for text in (text for page in PAGES for text in to_be_run(page) if is_merged(text)):
+        _, config, after = text.partition(" -c searchr1_tiny_cpu")
+        assert config, text
+        engine = "rollout.engine=sglang" if "lora" in text else PLAIN_ENGINE  # Only SGLang takes adapters.
+        settings = {one.partition("=")[0]: one for one in [engine, *shlex.split(after)]}
+        if (run := next((run for run in runs if not conflict(run, settings)), None)) is None:
+            runs.append(run := {})
+        run |= settings
+    return [[*run.values()] for run in runs]
 
 
-@pytest.mark.parametrize("texts", [pytest.param(texts, id=page) for page, texts in without_repeated_runs().items()])
+def conflict(run: dict[str, str], other: dict[str, str]) -> bool:
+    """True if two runs set a key to different values, or one of them a key and the other one below it."""
+    return any(
+        run[key] != other[more] if key == more else key.startswith(f"{more}.") or more.startswith(f"{key}.")
+        for key, more in product(run, other)
+    )
+
+
+@pytest.mark.parametrize("texts", [pytest.param(texts, id=page) for page, texts in by_page().items()])
 def test_the_commands_of_a_page_succeed(texts: list[str], reader: Path) -> None:
     for text in texts:
         run(typed(text), reader)
+
+
+@pytest.mark.parametrize("settings", together())
+def test_the_settings_of_the_pages_train(settings: list[str], reader: Path) -> None:
+    run(typed(f"PYTHONPATH=$PWD rlsys train -c searchr1_tiny_cpu {shlex.join(settings)}"), reader)

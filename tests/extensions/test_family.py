@@ -31,8 +31,8 @@ from tests.support.hf_models import assert_same_tensors
 from tests.support.made_run import made_run
 from tests.support.megatron_processes import Group, on_ranks
 from tests.support.refusals import refused
-from tests.support.runs import Finished
-from tests.support.tiny_models import even_tokens, tiny_model
+from tests.support.runs import NO_INFERENCE, NO_SEARCH, Finished
+from tests.support.tiny_models import ON_SGLANG, even_tokens, tiny_model
 from tests.support.tiny_shape import SHAPE
 from tests.trainer import reference
 from tests.trainer.against_transformers import check_training
@@ -40,7 +40,7 @@ from tests.trainer.harness import Layout, local_model
 
 FAMILY = tiny_configs.OWN_FAMILY
 TOYS = "tests.extensions.family_toys"
-RUNS = [(model, "null", "sglang") for model in ("deepseek_v2", "gemma3_text", "glm4", "mistral", "phi3", "qwen3")]
+RUNS = [(model, "null", "sglang") for model in ON_SGLANG]
 RUNS.append(("exaone4", FAMILY, "transformers"))  # SGLang has it on GPUs only.
 """Tiny model, its family as in `model.family`, and the engine."""
 
@@ -127,6 +127,8 @@ def test_run_by_config_alone(model: str, family: str, engine: str, tmp_path: Pat
         f"reward.terms.{even_tokens.__module__}.{even_tokens.__name__}=1.0",
         "trainer.steps=2",
         "task.max_turns=1",
+        *NO_SEARCH,
+        *([] if family == FAMILY else NO_INFERENCE),  # An own family is also loaded by an inference group.
     )
     assert run.summary["weight_syncs"] >= 2
     assert 0 < run.summary["logprob_max_diff"] < 1e-3

@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
 
 from rlsys.observe.kept import TrajectoryRecord, read_trajectories
 from tests.support import tiny
-from tests.support.runs import Finished
+from tests.support.runs import NO_INFERENCE, Finished
 
 
 def one_step(folder: Path, question: str, *settings: str) -> Finished:
@@ -18,7 +18,7 @@ def one_step(folder: Path, question: str, *settings: str) -> Finished:
     rows = folder / "rows.jsonl"
     rows.write_text(4 * f"{json.dumps(row)}\n")
     usual = [f"model.path={folder / 'policy'}", f"task.train_path={rows}", f"task.eval_path={rows}", "trainer.steps=1"]
-    usual += ["trainer.prompts_per_step=4", "trainer.mini_batches=1"]
+    usual += ["trainer.prompts_per_step=4", *NO_INFERENCE]
     with tiny.search_server() as search:
         return Finished(folder, *usual, f"search.url={search.url}", *settings)
 

@@ -9,7 +9,7 @@ from rlsys.config.compose import as_dict, load_config
 from rlsys.config.derived import has_critic
 from rlsys.config.schema import RunConfig
 from tests.support.jsonl import read_rows
-from tests.support.runs import PATIENT, succeed
+from tests.support.runs import NO_SEARCH, PATIENT, succeed
 from tests.support.tiny_models import even_tokens
 
 REWARD = f"{even_tokens.__module__}.{even_tokens.__name__}"
@@ -26,6 +26,7 @@ def tiny_run(model: Path) -> RunConfig:
             "trainer.prompts_per_step=8",
             "trainer.mini_batches=2",
             "task.max_turns=1",
+            *NO_SEARCH,
             "eval.interval=0",
             "eval.limit=4",
             "rollout.engine.kv_cache_tokens=16384",

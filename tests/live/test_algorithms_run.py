@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.support.jsonl import read_rows
 from tests.support.paths import PROJECT
-from tests.support.runs import PLAIN_ENGINE, Finished, rlsys, small
+from tests.support.runs import NO_INFERENCE, NO_SEARCH, PLAIN_ENGINE, Finished, rlsys, small
 from tests.support.serving import served
 from tests.support.teachers import scored_by
 
@@ -75,7 +75,13 @@ def test_ema_pg_reference_follows_the_policy_and_is_evaluated(tmp_path: Path) ->
 
 def test_policy_that_is_its_own_teacher_learns_nothing_from_it_at_first(tmp_path: Path) -> None:
     """The teacher is a folder, and the task's reward has no weight, so the first step has no advantage at all."""
-    silent = [PLAIN_ENGINE, "algorithm=opd", "reward.terms={exact_match: 0}", "trainer.mini_batches=1"]
+    silent = [
+        PLAIN_ENGINE,
+        *NO_SEARCH,
+        "algorithm=opd",
+        "reward.terms={exact_match: 0}",
+        "trainer.mini_batches=1",
+    ]
     run = Finished(tmp_path, *silent, f"algorithm.teacher.model={POLICY}", "trainer.steps=1")
     (row,) = run.rows
     assert row["distillation/reverse_kl/max"] == pytest.approx(0.0, abs=1e-5)
@@ -101,7 +107,14 @@ def test_server_is_a_teacher_of_a_run_without_an_inference_group(tmp_path: Path)
 
 
 def test_guard_alarm_stops_the_run_with_a_checkpoint_and_a_message(tmp_path: Path) -> None:
-    stop = [PLAIN_ENGINE, "guards.action=stop", "guards.entropy_floor=100", "guards.patience=1"]
+    stop = [
+        PLAIN_ENGINE,
+        *NO_INFERENCE,
+        *NO_SEARCH,
+        "guards.action=stop",
+        "guards.entropy_floor=100",
+        "guards.patience=1",
+    ]
     done = rlsys(*small(tmp_path, *stop, "trainer.steps=3"))
     assert done.returncode == 1
     last = done.stderr.strip().splitlines()[-1]

@@ -19,6 +19,10 @@ PATIENT = [f"{part}.start_timeout_s={LIMIT_S}" for part in ("cluster", "rollout.
 """Settings of a run whose parts may start slowly, because the machine is busy."""
 PLAIN_ENGINE = "rollout.engine=transformers"
 """Engine of runs that test something else: SGLang takes a third of a run's start."""
+NO_SEARCH = ["search.enabled=false", "task.agent.invalid_message=Answer."]
+"""Settings of runs without a search server, which test something else."""
+NO_INFERENCE = ["algorithm.old_logprobs=actor", "algorithm.kl_coef=0", "trainer.mini_batches=1"]
+"""Settings of runs without an inference group, which test something else."""
 SETTINGS = [*PATIENT, "eval.interval=0", "eval.limit=16", "trainer.prompts_per_step=16"]
 SETTINGS += ["trainer.mini_batches=2", "tracking.wandb=false", "tracking.tensorboard=false"]
 

@@ -128,6 +128,8 @@ _RANDOM: dict[str, tuple[type[PretrainedConfig], dict[str, Any]]] = {
 """Family -> class of its config, and what it sets beside `_SIZES`."""
 BUILT_IN = tuple(family for family in _RANDOM if family != "exaone4")
 """Built-in families with random models."""
+ON_SGLANG = ("deepseek_v2", "gemma3_text", "glm4", "llama", "mistral", "phi3", "qwen3")
+"""Built-in families of which tests/extensions/test_family.py trains a model with SGLang."""
 
 
 def tiny_model(family: str, folder: Path, seed: int = 0) -> Path:

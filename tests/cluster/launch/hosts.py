@@ -169,6 +169,10 @@ class Launched:
             self._process.kill()
             raise AssertionError(f"still running:\n{self.said()}") from None
 
+    @property
+    def runs(self) -> bool:
+        return self._process.poll() is None
+
     def signal(self, number: int) -> None:
         """Send a signal to the launcher, which is the only child of `nsenter`."""
         (launcher,) = psutil.Process(self._process.pid).children()
@@ -179,13 +183,14 @@ class Launched:
 
     def leaves_nothing(self) -> bool:
         """Wait until the host has no process left; return True if no folder of rlsys is left in its /tmp either."""
-        launches_until(lambda: not self.host.processes(), self)
+        launches_until(lambda: not self.host.processes())
         return "rlsys-" not in self.host.run("ls", "/tmp")
 
 
 def launches_until(condition: Callable[[], object], *launched: Launched) -> None:
-    """Wait until `condition`, which may look at all processes, holds. Raises AssertionError with the launchers' output after `LIMIT_S`."""
+    """Wait until `condition` holds. Raises AssertionError with the launchers' output if one ends first, or after `LIMIT_S`."""
     until = time.monotonic() + LIMIT_S
     while not condition():
-        assert time.monotonic() < until, "\n".join(one.said() for one in launched)
+        in_time = time.monotonic() < until and all(one.runs for one in launched)
+        assert in_time or condition(), "\n".join(one.said() for one in launched)
         time.sleep(0.2)

@@ -15,7 +15,7 @@ import pytest
 from tests.cluster.launch.hosts import Host, Launched, launches_until, two_hosts
 from tests.support.jsonl import read_rows
 from tests.support.processes import words_of
-from tests.support.runs import LIMIT_S, PLAIN_ENGINE
+from tests.support.runs import LIMIT_S, NO_SEARCH, PLAIN_ENGINE
 
 pytestmark = pytest.mark.slow
 
@@ -23,6 +23,9 @@ TAKES_A_PORT = (
     "import socket, time; s = socket.create_server(('', 10001)); print('taken', flush=True); time.sleep(3600)"
 )
 """Program that takes the port of Ray's client server, which a launch does not need."""
+LOST = r"node 1 \(node-1, 10\.211\.77\.2\) is lost"
+INTERRUPTED = "leaves: the run was interrupted"
+ENDED = "Ray exited on this machine|the head of the Ray cluster"
 KNOCKS = "import httpx, sys; print(httpx.post(sys.argv[1], json={'queries': ['Rome']}).status_code)"
 
 
@@ -79,15 +82,19 @@ def test_machine_without_the_token_can_neither_join_nor_look(hosts: list[Host], 
     refused = Launched(hosts, 1, more, "--no-preflight", "--wait", "60", home=other)
     assert refused.wait() == 2
     assert str(other / ".ray" / "auth_token") in refused.said()
+    until_on_both(tmp_path, head, worker)
     head.signal(signal.SIGINT)
     assert [head.wait(), worker.wait()] == [130, 130]
+    assert INTERRUPTED in worker.said()
     assert head.leaves_nothing()
+    assert worker.leaves_nothing()
 
 
 def test_a_run_outlives_its_driver_and_a_machine_that_had_only_engines(hosts: list[Host], tmp_path: Path) -> None:
     placement = "cluster.placement={actor: '0', inference: '1', rollout: '2-3'}"
     saves = ["resume=auto", "checkpoint.interval=1"]
-    settings = ["--no-preflight", PLAIN_ENGINE, "trainer.steps=8", "cluster.devices_per_node=3", placement, *saves]
+    settings = ["--no-preflight", PLAIN_ENGINE, *NO_SEARCH, "trainer.steps=8"]
+    settings += ["cluster.devices_per_node=3", placement, *saves]
     head, worker = (Launched(hosts, rank, tmp_path, *settings) for rank in (0, 1))
 
     def steps() -> int:
@@ -112,6 +119,12 @@ def test_a_run_outlives_its_driver_and_a_machine_that_had_only_engines(hosts: li
     assert head.leaves_nothing()
 
 
+def until_on_both(folder: Path, *launched: Launched) -> None:
+    """Wait until the run in `folder` has its devices on both machines."""
+    for pattern in ("nodes/*/1/ray/raylet.out", "actor-0.log"):
+        launches_until(lambda: list(folder.glob(f"outputs/*/logs/{pattern}")), *launched)  # noqa: B023
+
+
 def driver_of(host: Host) -> psutil.Process:
     """Return the driver of the run on `host`: a child of the process that starts it again."""
     trains = {one.pid: one for one in host.processes() if {"rlsys.apps.cli.main", "train"} <= {*words_of(one)}}
@@ -130,15 +143,9 @@ def terminate_all(*launched: Launched) -> None:
         one.signal(signal.SIGTERM)
 
 
-LOST = r"node 1 \(node-1, 10\.211\.77\.2\) is lost"
-INTERRUPTED = "leaves: the run was interrupted"
-ENDED = "Ray exited on this machine|the head of the Ray cluster"
-
-
 @pytest.mark.parametrize(
     ("end", "statuses", "head_says", "worker_says"),
     [
-        pytest.param(lambda head, _: head.signal(signal.SIGINT), [130, 130], "", INTERRUPTED, id="head interrupted"),
         pytest.param(terminate_all, [130, 130], "", INTERRUPTED, id="all terminated"),
         pytest.param(lambda _, worker: worker.signal(signal.SIGINT), [1, 130], LOST, "", id="worker interrupted"),
         pytest.param(
@@ -156,15 +163,15 @@ def test_machines_say_why_a_run_has_ended_and_leave_nothing(
     head_says: str,
     worker_says: str,
 ) -> None:
-    settings = ["--no-preflight", PLAIN_ENGINE, "trainer.steps=200"]
+    served = [] if -signal.SIGKILL in statuses else NO_SEARCH  # Only a killed launcher does not end it itself.
+    settings = ["--no-preflight", PLAIN_ENGINE, *served, "trainer.steps=200"]
     launched = [Launched(hosts, rank, tmp_path, *settings) for rank in (0, 1)]
-    for pattern in ("nodes/*/1/ray/raylet.out", "actor-0.log"):  # The run has its devices on both machines.
-        launches_until(lambda: list(tmp_path.glob(f"outputs/*/logs/{pattern}")), *launched)  # noqa: B023
+    until_on_both(tmp_path, *launched)
     end(*launched)
     for one, status, said in zip(launched, statuses, (head_says, worker_says), strict=True):
         assert one.wait() == status, one.said()
         assert re.search(said, one.said()), one.said()
         if status == -signal.SIGKILL:
-            launches_until(lambda: not hosts[0].processes(), *launched)  # A killed launcher leaves its folder behind.
+            launches_until(lambda: not hosts[0].processes())  # A killed launcher leaves its folder behind.
         else:
             assert one.leaves_nothing()

@@ -7,7 +7,6 @@ import signal
 from collections import Counter
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
@@ -20,15 +19,16 @@ from rlsys.orchestrator.engine_pool import EnginePool
 from rlsys.orchestrator.membership import Members
 from rlsys.orchestrator.supervisor import Supervisor
 from rlsys.orchestrator.weight_sync import WeightSync
-from rlsys.orchestrator.worker_groups import InferenceGroup, build_groups, restart_engine, started_groups
+from rlsys.orchestrator.worker_groups import build_groups, restart_engine, started_groups
 from tests.support.jsonl import read_rows
 from tests.support.processes import descendants_with, is_gone, worker_of
-from tests.support.runs import LIMIT_S, PATIENT, PLAIN_ENGINE
+from tests.support.runs import LIMIT_S, NO_INFERENCE, PATIENT, PLAIN_ENGINE
 
 GROUPS = 8
 SETTINGS = [
     *PATIENT,
     PLAIN_ENGINE,
+    *NO_INFERENCE,
     "rollout.engine.stall_timeout_s=60",
     "rollout.max_episodes=16",
     "cluster.placement.rollout=2-3",
@@ -62,8 +62,7 @@ async def test_killed_and_stopped_engines_come_back(mode: str, tmp_path: Path) -
     async with started_groups(config, tmp_path / "logs") as workers:
         await build_groups(config, workers, built)
         pool = EnginePool(workers["rollout"], config, Tracer("rollout"), [])
-        inference: Any = InferenceGroup(workers["inference"], None, Tracer("inference"))  # type: ignore[arg-type]
-        sync = WeightSync(workers["actor"], [pool], config.cluster, tmp_path, Tracer("driver"), [inference])
+        sync = WeightSync(workers["actor"], [pool], config.cluster, tmp_path, Tracer("driver"))
         start = partial(restart_engine, workers["rollout"], config=config)
         faults = FaultLog(tmp_path / "faults.jsonl")
         watching = asyncio.ensure_future(
