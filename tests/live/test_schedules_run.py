@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.runs import PLAIN_ENGINE, Finished
+from tests.support.runs import Finished
 
 pytestmark = [pytest.mark.slow, pytest.mark.engine]
 
@@ -47,7 +47,7 @@ def test_async_run_with_turn_rewards_trains_stale_tokens_within_its_bound(tmp_pa
 def test_rollouts_continue_on_the_other_engine_during_an_evaluation(tmp_path: Path) -> None:
     place = "cluster.placement={actor: '0', inference: '1', rollout: '2-3'}"
     aside = ["eval.engines=1", "eval.interval=1", "eval.limit=64"]
-    run = Finished(tmp_path, PLAIN_ENGINE, "trainer.steps=4", "trainer.schedule.kind=async", place, *aside)
+    run = Finished(tmp_path, "trainer.steps=4", "trainer.schedule.kind=async", place, *aside)
     assert [row["step"] for row in run.summary["evaluations"]] == [0, 1, 2, 3, 4]
     assert all(row["questions"] == 64 for row in run.summary["evaluations"])
     asked = [span for span in run.spans if span["name"] == "eval.episode"]
