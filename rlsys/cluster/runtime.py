@@ -39,7 +39,7 @@ from rlsys.cluster.local_ray import (
     temporary_files_in,
 )
 from rlsys.config.schema import ClusterConfig, Device
-from rlsys.errors import RunError, UserError
+from rlsys.errors import RunError, UserError, first_line
 
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -115,7 +115,7 @@ def ray_runtime(
 def joined(address: str, again: Callable[[], bool] = bool) -> Iterator[None]:
     """Connect to the Ray cluster at `address`, and disconnect on exit.
 
-    Ray looks for its node on this machine for a minute, and again while `again()` is true. Raises RunError if there is none.
+    Ray looks for its node on this machine for a minute, and again while `again()` is true. Raises RunError without one.
     """
     while True:
         try:
@@ -124,8 +124,8 @@ def joined(address: str, again: Callable[[], bool] = bool) -> Iterator[None]:
         except ConnectionError as problem:
             if not again():
                 raise RunError(
-                    f"Ray at {address} has no node on this machine: run rlsys on a machine of that cluster, or, if Ray has "
-                    "just been started here, wait until it is ready."
+                    f"Ray at {address} did not accept this process ({first_line(problem.__cause__ or problem)}): run rlsys on "
+                    "a machine of that cluster, or, if Ray has just been started here, wait until it is ready."
                 ) from problem
     try:
         yield

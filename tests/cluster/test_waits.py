@@ -57,7 +57,7 @@ def test_ray_that_has_no_node_here_yet_is_asked_again(monkeypatch: pytest.Monkey
     monkeypatch.setattr(ray, "init", tries)
     with joined("here:1", again=lambda: True):
         assert tries.call_count == 3
-    with pytest.raises(RunError, match="here:1 has no node on this machine"):
+    with pytest.raises(RunError, match="here:1 did not accept this process"):
         joined("here:1").__enter__()
 
 
