@@ -39,7 +39,7 @@ from rlsys.cluster.local_ray import (
     temporary_files_in,
 )
 from rlsys.config.schema import ClusterConfig, Device
-from rlsys.errors import RunError, UserError, first_line
+from rlsys.errors import RunError, UserError
 
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -112,21 +112,17 @@ def ray_runtime(
 
 
 @contextmanager
-def joined(address: str, again: Callable[[], bool] = bool) -> Iterator[None]:
-    """Connect to the Ray cluster at `address`, and disconnect on exit.
-
-    Ray looks for its node on this machine for a minute, and again while `again()` is true. Raises RunError without one.
-    """
-    while True:
-        try:
-            _connect(address=address)
-            break
-        except ConnectionError as problem:
-            if not again():
-                raise RunError(
-                    f"Ray at {address} did not accept this process ({first_line(problem.__cause__ or problem)}): run rlsys on "
-                    "a machine of that cluster, or, if Ray has just been started here, wait until it is ready."
-                ) from problem
+def joined(address: str) -> Iterator[None]:
+    """Connect to the Ray cluster at `address`, and disconnect on exit. Raises RunError if Ray does not let this process in."""
+    try:
+        _connect(address=address)
+    except ConnectionError as problem:
+        ray.shutdown()
+        said = str(problem.__cause__ or problem)
+        reason = said.strip().splitlines()[-1].rstrip(".") if said.strip() else "it gives no reason"
+        if "No node info" in said:
+            reason = "it has no node on this machine; run rlsys on a machine of that cluster"
+        raise RunError(f"Ray at {address} cannot be joined: {reason}.") from problem
     try:
         yield
     finally:

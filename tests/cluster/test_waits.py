@@ -52,13 +52,24 @@ def test_cluster_address_without_a_listener_is_refused() -> None:
         there.__enter__()
 
 
-def test_ray_that_has_no_node_here_yet_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    tries = Mock(side_effect=[ConnectionError, ConnectionError, None, ConnectionError])
-    monkeypatch.setattr(ray, "init", tries)
-    with joined("here:1", again=lambda: True):
-        assert tries.call_count == 3
-    with pytest.raises(RunError, match="here:1 did not accept this process"):
+@pytest.mark.parametrize(
+    ("cause", "reason"),
+    [
+        (RuntimeError("No node info found matching attributes: ''"), "no node on this machine"),
+        (RuntimeError("Failed.\nTimed out."), "joined: Timed out[.]$"),
+        (None, "gives no reason"),
+    ],
+)
+def test_ray_that_cannot_be_joined_says_why(
+    cause: Exception | None, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    problem = ConnectionError()
+    problem.__cause__ = cause
+    monkeypatch.setattr(ray, "init", Mock(side_effect=problem))
+    monkeypatch.setattr(ray, "shutdown", shut := Mock())
+    with pytest.raises(RunError, match=reason):
         joined("here:1").__enter__()
+    assert shut.called, "it must be possible to try again"
 
 
 def test_a_run_does_not_wait_for_devices_of_a_machine_that_has_left(monkeypatch: pytest.MonkeyPatch) -> None:

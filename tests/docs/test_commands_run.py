@@ -122,7 +122,7 @@ def is_merged(text: str) -> bool:
 
 
 def form(text: str) -> frozenset[str]:
-    """Return the words that another command needs to repeat this one: options, if it only asks a model."""
+    """Return what commands are compared by: the words of a training run, options of eval and chat, else the whole text."""
     if asks := re.search(r"\brlsys (eval|chat)\b", text):
         return frozenset([asks[0], *re.findall(r"(?<= )-[-a-z]+|(?<= )[\w.]+(?==)|/checkpoints/", text)])
     return frozenset(text.split() if "rlsys train" in text else [typed(text)])
@@ -144,7 +144,7 @@ def by_page() -> dict[str, list[str]]:
     return pages
 
 
-def together() -> list[list[str]]:
+def merged_runs() -> list[list[str]]:
     """Return the settings of a few training runs, which together have those of all merged runs."""
     runs: list[dict[str, str]] = []
     for text in (text for page in PAGES for text in to_be_run(page) if is_merged(text)):
@@ -161,7 +161,7 @@ def together() -> list[list[str]]:
 def conflict(run: dict[str, str], other: dict[str, str]) -> bool:
     """True if two runs set a key to different values, or one of them a key and the other one below it."""
     return any(
-        run[key] != other[more] if key == more else key.startswith(f"{more}.") or more.startswith(f"{key}.")
+        run[key] != other[more] and (f"{key}.".startswith(f"{more}.") or f"{more}.".startswith(f"{key}."))
         for key, more in product(run, other)
     )
 
@@ -172,6 +172,6 @@ def test_the_commands_of_a_page_succeed(texts: list[str], reader: Path) -> None:
         run(typed(text), reader)
 
 
-@pytest.mark.parametrize("settings", together())
+@pytest.mark.parametrize("settings", merged_runs())
 def test_the_settings_of_the_pages_train(settings: list[str], reader: Path) -> None:
     run(typed(f"PYTHONPATH=$PWD rlsys train -c searchr1_tiny_cpu {shlex.join(settings)}"), reader)

@@ -97,7 +97,7 @@ def placed(config: RunConfig) -> dict[str, tuple[int, ...]]:
 
 
 def kinds(config: RunConfig) -> set[tuple[str, str]]:
-    """All settings of a miniature but its model; for its placement, the groups that share ranks and the degrees of DP."""
+    """All settings of a miniature but the path of its model; for its placement, the groups that share ranks and the degrees of DP."""
 
     def leaves(tree: dict[str, Any], above: str = "") -> Iterator[tuple[str, str]]:
         for key, value in tree.items():

@@ -25,7 +25,7 @@ import threading
 import time
 from asyncio.subprocess import Process
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -97,13 +97,9 @@ async def run_on_cluster(
     this launcher started here, if any; the run ends when that Ray exits.
     """
     until = time.monotonic() + task.wait_s if until is None else until
-
-    def waits() -> bool:
-        if node is not None:
-            node.require_alive()
-        return time.monotonic() < until
-
-    with joined(address, waits), tempfile.TemporaryDirectory(prefix="rlsys-logs-", ignore_cleanup_errors=True) as logs:
+    with ExitStack() as stack:
+        await _join(stack, address, until, node)
+        logs = stack.enter_context(tempfile.TemporaryDirectory(prefix="rlsys-logs-", ignore_cleanup_errors=True))
         there = await _assemble(role, address, task.wait_s, until, node, notify)
         nodes = ClusterNodes(task, there, Path(logs), node, notify)
         try:
@@ -167,6 +163,26 @@ class ClusterNodes:
                 await self.agents.call_rank(position, "close", status, sentence, timeout_s=GATHER_TIMEOUT_S)
 
         await asyncio.gather(*map(send, range(len(self.machines))))
+
+
+async def _join(stack: ExitStack, address: str, until: float, node: RayNode | None) -> None:
+    """Connect to Ray at `address` until `stack` closes.
+
+    Ray's head accepts connections before its own node is ready, so a Ray that was started here is asked again until the
+    deadline `until` (monotonic clock). Raises RunError then, or if `node` has exited.
+    """
+    while True:
+        try:
+            stack.enter_context(joined(address))
+        except RunError as problem:
+            if node is None:
+                raise
+            node.require_alive()
+            if time.monotonic() > until:
+                raise RunError(f"Ray was not ready at {address} in time: raise --wait.") from problem
+        else:
+            return
+        await asyncio.sleep(MACHINES_POLL_S)
 
 
 async def _assemble(

@@ -183,12 +183,18 @@ class Launched:
 
     def leaves_nothing(self) -> bool:
         """Wait until the host has no process left; return True if no folder of rlsys is left in its /tmp either."""
-        launches_until(lambda: not self.host.processes())
+        try:
+            launches_until(lambda: not self.host.processes())
+        except AssertionError:
+            raise AssertionError(f"{self.host.processes()} are left:\n{self.said()}") from None
         return "rlsys-" not in self.host.run("ls", "/tmp")
 
 
 def launches_until(condition: Callable[[], object], *launched: Launched) -> None:
-    """Wait until `condition` holds. Raises AssertionError with the launchers' output if one ends first, or after `LIMIT_S`."""
+    """Wait until `condition` holds.
+
+    Raises AssertionError with the output of `launched` if one of them ends first, or after `LIMIT_S`.
+    """
     until = time.monotonic() + LIMIT_S
     while not condition():
         in_time = time.monotonic() < until and all(one.runs for one in launched)

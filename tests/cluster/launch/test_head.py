@@ -7,8 +7,8 @@ import json
 import os
 import signal
 import socket
-from collections.abc import AsyncIterator, Coroutine
-from contextlib import asynccontextmanager, closing
+from collections.abc import AsyncIterator, Coroutine, Iterator
+from contextlib import ExitStack, asynccontextmanager, closing, contextmanager
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -53,6 +53,35 @@ async def test_missing_machines_are_named_and_duplicate_ranks_refused(monkeypatc
         await assembled(a)
     with refused("conflict", "--rank"):
         await assembled(a, b, machine(1, "c"))
+
+
+async def test_ray_that_was_started_here_is_asked_again_until_it_lets_the_launcher_in(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    late, exited = RunError("not yet"), RunError("Ray exited")
+    monkeypatch.setattr(head, "MACHINES_POLL_S", 0)
+
+    async def join(node: Any, until: float = float("inf")) -> Mock:
+        entered = Mock(side_effect=[late, late, None])
+
+        @contextmanager
+        def joined(_: str) -> Iterator[None]:
+            entered()
+            yield
+
+        monkeypatch.setattr(head, "joined", joined)
+        with ExitStack() as stack:
+            await head._join(stack, "a:6379", until, node)
+        return entered
+
+    assert (await join(Mock())).call_count == 3
+    for node, until, message in (
+        (None, float("inf"), "not yet"),
+        (Mock(), 0.0, "a:6379 in time: raise --wait"),
+        (Mock(require_alive=Mock(side_effect=exited)), float("inf"), "Ray exited"),
+    ):
+        with pytest.raises(RunError, match=message):
+            await join(node, until)
 
 
 async def test_taken_port_of_the_head_is_refused() -> None:

@@ -163,8 +163,9 @@ def test_machines_say_why_a_run_has_ended_and_leave_nothing(
     head_says: str,
     worker_says: str,
 ) -> None:
-    served = [] if -signal.SIGKILL in statuses else NO_SEARCH  # Only a killed launcher does not end it itself.
-    settings = ["--no-preflight", PLAIN_ENGINE, *served, "trainer.steps=200"]
+    # A launcher that is not killed ends the run's search server itself.
+    search = [] if -signal.SIGKILL in statuses else NO_SEARCH
+    settings = ["--no-preflight", PLAIN_ENGINE, *search, "trainer.steps=200"]
     launched = [Launched(hosts, rank, tmp_path, *settings) for rank in (0, 1)]
     until_on_both(tmp_path, *launched)
     end(*launched)
