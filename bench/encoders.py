@@ -1,5 +1,6 @@
 """Compares encoders by texts per second on one core, for several batch sizes and text lengths.
 
+    pip install sentence-transformers    # the baseline, which nothing else needs
     python -m bench.encoders             # three minutes on one free core
 
 The model is the bundled MiniLM (6 layers of 384) on one thread; each call turns strings into float32 vectors of norm 1.
@@ -20,6 +21,7 @@ import json
 import logging
 import platform
 import random
+import sys
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -34,7 +36,6 @@ import torch
 import transformers
 from rich.console import Console
 from rich.table import Table
-from sentence_transformers import SentenceTransformer
 
 from rlsys.search.encoders.encoder import Encoder
 from rlsys.search.encoders.spec import BUNDLED, Floats, resolve_folder
@@ -68,6 +69,8 @@ class Row:
 
 def main() -> None:
     """Measure, print the table and write the result file."""
+    if find_spec("sentence_transformers") is None:
+        sys.exit("The baseline is missing: pip install sentence-transformers")
     torch.set_num_threads(1)
     # The exporter warns about operators of missing packages and about its own deprecations.
     logging.getLogger("torch.onnx").setLevel(logging.ERROR)
@@ -86,6 +89,8 @@ def main() -> None:
 
 def open_engines(scratch: Path, console: Console) -> dict[str, Encode]:
     """Return the engines by name, the baseline first."""
+    from sentence_transformers import SentenceTransformer
+
     folder = resolve_folder(BUNDLED)
     reference = SentenceTransformer(str(folder), device="cpu")
     engines: dict[str, Encode] = {

