@@ -53,7 +53,6 @@ SCOPES: dict[str, dict[str, Any]] = {
     "staleness 1, 2 steps of 1 group, every turn": {"sizes": (1,), "every_turn": True, **_STALE_1},
     "staleness 2, wait 1, 3 steps of 1 group": {"sizes": (1,), "steps": 3, **_STALE_2, "kind": "bounded_wait", "max_wait": 1},
     "staleness 2, 3 steps of 1 group": {"sizes": (1,), "steps": 3, **_STALE_2},
-    "staleness 2, 4 steps of 1 group": {"sizes": (1,), "steps": 4, **_STALE_2},
     "staleness 2, 2 steps of 1 group, 2 crashes": {"sizes": (1,), **_STALE_2, **_CRASHES},
     "staleness 2, 2 steps of 1 group, resume": {"sizes": (1,), "resumes": True, **_STALE_2},
     "engine pool, 2 steps of 1 group, 2 crashes": {**_POOL, **_CRASHES},
@@ -71,6 +70,7 @@ LARGE: dict[str, dict[str, Any]] = {
     "staleness 2, 2 steps of 1 group, 1 crash, resume": {"sizes": (1,), "resumes": True, **_STALE_2, **_CRASH},
     "staleness 1, 2 steps of 1 group, 2 crashes, resume": {"sizes": (1,), "resumes": True, **_STALE_1, **_CRASHES},
     "staleness 2, 3 steps of 1 group, 2 crashes": {"sizes": (1,), "steps": 3, **_STALE_2, **_CRASHES},
+    "staleness 2, 4 steps of 1 group": {"sizes": (1,), "steps": 4, **_STALE_2},
     "staleness 2, 5 steps of 1 group": {"sizes": (1,), "steps": 5, **_STALE_2},
 }  # fmt: skip
 """Scopes that take too long for the tests."""

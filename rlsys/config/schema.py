@@ -580,8 +580,8 @@ class SearchNodesConfig:
     """Machines that serve `search.index`, each as node rank or host name; empty starts none."""
     port: Annotated[int, Ge(1), Le(65535)] = 8000
     """TCP port of each server."""
-    device: str = "cpu"
-    """Device of the query encoder: cpu, cuda or cuda:N."""
+    device: str | None = None
+    """Device of the query encoder: cpu, cuda or cuda:N. null: the CPU, or none for an index without vectors."""
 
 
 @dataclass

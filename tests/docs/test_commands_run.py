@@ -23,8 +23,6 @@ from tests.docs.pages import PAGES, commands
 from tests.support.paths import PROJECT
 from tests.support.runs import PATIENT, PLAIN_ENGINE, Finished
 
-pytestmark = pytest.mark.slow
-
 NEEDS = {
     r"^make |^\. |mkdocs|^docker|^pip ": "is what runs this test, or sets its machine up",
     r"setup_gpu|/models/|searchr1_(qwen|llama|published)(?!.*--dry-run)|_3b|-3B|gpt-oss": "GPUs, or a model of the hub",
@@ -42,7 +40,8 @@ NEEDS = {
 READS_ONLY = r"\brlsys (train.* --dry-run|eval|chat|report|audit)\b"
 """Commands that leave nothing which a later one of the page needs."""
 SMALL = "trainer.steps=2 trainer.prompts_per_step=4 trainer.mini_batches=1 algorithm.n_samples=4 eval.limit=4"
-SMALL += " ".join(["", PLAIN_ENGINE, "tracking.wandb=false", "tracking.tensorboard=false", *PATIENT])
+SMALL += " search.index=data/tiny_world/words tracking.wandb=false tracking.tensorboard=false "
+SMALL += " ".join([PLAIN_ENGINE, *PATIENT])
 
 
 def to_be_run(page: Path) -> list[str]:
@@ -166,12 +165,28 @@ def conflict(run: dict[str, str], other: dict[str, str]) -> bool:
     )
 
 
+def test_no_command_of_a_page_is_lost() -> None:
+    """Each is run, or one with the same words or options and more; each setting of a merged run is trained."""
+    done = [form(text) for texts in by_page().values() for text in texts]
+    trained = {one for run in merged_runs() for one in run}
+    for page in PAGES:
+        for text in to_be_run(page):
+            planned = form(f"{text} --dry-run" if is_merged(text) else text)
+            assert any(planned <= other for other in done), f"{page}: {text}"
+            if is_merged(text):
+                before, _, settings = text.partition(" -c searchr1_tiny_cpu")
+                assert before in ("rlsys train", "PYTHONPATH=$PWD rlsys train"), f"{page}: {text}"
+                assert trained.issuperset(shlex.split(settings)), f"{page}: {text}"
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("texts", [pytest.param(texts, id=page) for page, texts in by_page().items()])
 def test_the_commands_of_a_page_succeed(texts: list[str], reader: Path) -> None:
     for text in texts:
         run(typed(text), reader)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("settings", merged_runs())
 def test_the_settings_of_the_pages_train(settings: list[str], reader: Path) -> None:
     run(typed(f"PYTHONPATH=$PWD rlsys train -c searchr1_tiny_cpu {shlex.join(settings)}"), reader)

@@ -12,9 +12,7 @@ import psutil
 
 from tests.support.jsonl import read_rows
 from tests.support.paths import PROJECT
-from tests.support.runs import LIMIT_S, RLSYS, small
-
-_GROUPS = 16
+from tests.support.runs import LIMIT_S, PROMPTS_PER_STEP, RLSYS, small
 
 
 @contextmanager
@@ -59,6 +57,6 @@ def assert_each_prompt_ended_once(folder: Path, steps: int) -> list[dict[str, An
     assert set(prompt_groups.values()) == {1}, "a prompt group ended twice"
     assert set(prompt_groups) == set(range(max(prompt_groups) + 1)), "a prompt group is lost"
     trained = Counter(row["uid"] for row in ends if row["end"] == "trained")
-    assert sum(trained.values()) == steps * _GROUPS
+    assert sum(trained.values()) == steps * PROMPTS_PER_STEP
     assert set(trained.values()) == {1}, "there are more prompts than are trained, so each is trained once"
     return ends

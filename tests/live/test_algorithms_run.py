@@ -69,7 +69,7 @@ def test_ema_pg_reference_follows_the_policy_and_is_evaluated(tmp_path: Path) ->
     assert second["actor/kl_loss"] > 0
     assert 0 <= run.summary["em_reference"] <= 1
     answers = (run.folder / "evaluations" / "reference_step_000002.jsonl").read_text().splitlines()
-    assert len(answers) == 16
+    assert len(answers) == 8
     assert checkpoints(run, 2) == {"actor", "reference"}
 
 

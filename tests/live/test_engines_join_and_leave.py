@@ -12,7 +12,7 @@ from tests.support.jsonl import read_rows
 from tests.support.processes import is_gone, worker_of
 from tests.support.runs import LIMIT_S, PLAIN_ENGINE, rlsys
 
-STEPS = 30
+STEPS = 24
 RUN = [PLAIN_ENGINE, f"trainer.steps={STEPS}", "trainer.schedule.kind=async", "cluster.placement.rollout=2-3"]
 RUN += ["cluster.sync_mode=broadcast"]  # Its process group is built anew for each change of members.
 

@@ -54,7 +54,7 @@ def test_every_prompt_is_trained_or_dropped_once_if_the_run_is_killed(tmp_path: 
 def test_run_outlives_the_deaths_of_a_megatron_process_and_of_its_search_server(tmp_path: Path) -> None:
     """The run itself ends well, and no engine has a fault."""
     outputs, log = tmp_path / "outputs", tmp_path / "log"
-    with running(outputs, log, *RUN) as process:
+    with running(outputs, log, *RUN, "search.index=data/tiny_world/index") as process:  # With an encoder.
         folder = wait_for(process, outputs, log, steps=2, saved=1)
         killed = [victim(process, "rlsys.search.server"), victim(process, "ray::SyncHost")]
         for one in killed:

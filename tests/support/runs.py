@@ -1,5 +1,6 @@
 """Runs `rlsys` commands in new processes, and reads the folder of a run on the tiny world."""
 
+import fcntl
 import json
 import subprocess
 import sys
@@ -8,7 +9,8 @@ from typing import Any
 
 from rich.console import Console
 
-from examples.searchr1.tiny.demo import prepare_world
+from examples.searchr1.tiny.demo import WORLD, prepare_world
+from rlsys.search.index.make import make_index
 from tests.support.jsonl import read_rows
 from tests.support.paths import PROJECT
 
@@ -23,7 +25,9 @@ NO_SEARCH = ["search.enabled=false", "task.agent.invalid_message=Answer."]
 """Settings of runs without a search server, which test something else."""
 NO_INFERENCE = ["algorithm.old_logprobs=actor", "algorithm.kl_coef=0", "trainer.mini_batches=1"]
 """Settings of runs without an inference group, which test something else."""
-SETTINGS = [*PATIENT, "eval.interval=0", "eval.limit=16", "trainer.prompts_per_step=16"]
+PROMPTS_PER_STEP = 8
+"""Questions that a step of such a run trains on."""
+SETTINGS = [*PATIENT, "eval.interval=0", "eval.limit=8", f"trainer.prompts_per_step={PROMPTS_PER_STEP}"]
 SETTINGS += ["trainer.mini_batches=2", "tracking.wandb=false", "tracking.tensorboard=false"]
 
 
@@ -38,9 +42,21 @@ def succeed(*words: object) -> None:
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
 
 
-def small(outputs: Path, *settings: str) -> list[str]:
+def word_index() -> str:
+    """Build the tiny world's BM25 index unless it exists, and return the setting that selects it.
+
+    Its server starts no encoder.
+    """
     prepare_world(Console(quiet=True))
-    return ["train", "-c", "searchr1_tiny_cpu", f"output_dir={outputs}", *SETTINGS, *settings]
+    folder = WORLD / "words"
+    with (WORLD / ".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        make_index("bm25", WORLD / "corpus.jsonl", folder)
+    return f"search.index={folder}"
+
+
+def small(outputs: Path, *settings: str) -> list[str]:
+    return ["train", "-c", "searchr1_tiny_cpu", f"output_dir={outputs}", word_index(), *SETTINGS, *settings]
 
 
 class Finished:

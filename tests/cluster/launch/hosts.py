@@ -19,11 +19,9 @@ from pathlib import Path
 
 import psutil
 import pytest
-from rich.console import Console
 
-from examples.searchr1.tiny.demo import prepare_world
 from tests.support.paths import PROJECT
-from tests.support.runs import LIMIT_S, PATIENT
+from tests.support.runs import LIMIT_S, PATIENT, word_index
 
 _INIT = "import signal, sys; signal.signal(signal.SIGCHLD, signal.SIG_IGN); print('up', flush=True); sys.stdin.read()"
 """Program of a host's first process: it reaps orphans, and ends when its input is closed."""
@@ -151,13 +149,12 @@ class Launched:
     def __init__(
         self, hosts: Sequence[Host], rank: int, folder: Path, *arguments: str, home: Path | None = None
     ) -> None:
-        prepare_world(Console(quiet=True))
         self.host = hosts[rank]
         self.log = folder / f"launch-{rank}.log"
         where = ["--rank", str(rank), "--nodes", "2", "--head", hosts[0].address]
         command = [sys.executable, "-m", "rlsys.apps.cli.main", "launch", "--config-name", "searchr1_tiny_cpu", *where]
         self._process = self.host.start(
-            [*command, f"output_dir={folder}/outputs", *_SETTINGS, *arguments],
+            [*command, f"output_dir={folder}/outputs", word_index(), *_SETTINGS, *arguments],
             self.log,
             {"HOME": str(home)} if home else None,
         )

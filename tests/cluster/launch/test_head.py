@@ -26,10 +26,13 @@ from rlsys.cluster.worker_group import RankSilent, WorkerGroup
 from rlsys.config.schema import ClusterConfig
 from rlsys.errors import RunError
 from rlsys.observe.faults import Restarts
+from rlsys.search.address import TOKEN_VARIABLE
+from rlsys.search.index.make import make_index
 from tests.search.gated_server import GatedServer
+from tests.support.composed import composed
 from tests.support.ports import free_port
 from tests.support.refusals import refused
-from tests.support.runs import LIMIT_S
+from tests.support.runs import LIMIT_S, PATIENT
 from tests.support.waiting import wait_until
 
 RESTARTS = Restarts(ClusterConfig())
@@ -215,6 +218,25 @@ def test_end_is_written_before_the_search_server_is_closed(tmp_path: Path) -> No
     agent.close(3, "it is over")
     assert [json.loads(text) for text in told] == [{"status": 3, "sentence": "it is over"}]
     assert not list((tmp_path / "ray").glob("rlsys-node-*"))
+
+
+async def test_a_launch_serves_an_index_without_vectors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its server refuses a device, so the launch gives none unless `cluster.search.device` does."""
+    monkeypatch.setenv(TOKEN_VARIABLE, "secret")
+    index, agent = tmp_path / "index", NodeAgent()
+    (tmp_path / "corpus.jsonl").write_text('{"id": "1", "contents": "Mali\\nThe capital of Mali is Bamako."}\n')
+    make_index("bm25", tmp_path / "corpus.jsonl", index)
+    config = composed(f"search.index={index}", f"cluster.search.port={free_port()}", *PATIENT)
+
+    async def call(_: int, method: str, *arguments: Any, **_limits: Any) -> Any:
+        return getattr(agent, method)(*arguments)
+
+    nodes: Any = Mock(task=Mock(config=config), machines=[Mock(address="127.0.0.1")], call=call)
+    try:
+        url, *_ = await head._searching(nodes, [0])
+        assert url == f"search.url='http://127.0.0.1:{config.cluster.search.port}'"
+    finally:
+        agent.close(0, "")
 
 
 @pytest.mark.parametrize(("given", "threads"), [(None, len(os.sched_getaffinity(0))), (3, 3)])

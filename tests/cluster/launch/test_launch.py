@@ -44,6 +44,7 @@ def test_two_machines_train_with_a_search_server_on_one_and_leave_nothing(hosts:
         "rollout.engine.kv_cache_tokens=16384",
         "trainer.steps=2",
         "cluster.search.nodes=[node-1]",
+        "search.index=data/tiny_world/index",  # Its server has an encoder, which must end too.
     ]
     launched = [Launched(hosts, rank, tmp_path, *settings) for rank in (0, 1)]
     assert [one.wait() for one in launched] == [0, 0], launched[0].said()

@@ -33,7 +33,7 @@ def test_random_conversations_train_what_was_sampled_once(template: Template) ->
 @pytest.mark.slow
 @each_template
 @given(seed=st.binary(min_size=4, max_size=4).map(int.from_bytes))  # Integers would be drawn small.
-@settings(max_examples=5_000)
+@settings(max_examples=2_500)
 def test_further_random_conversations(template: Template, seed: int) -> None:
     """Conversations of drawn seeds train what was sampled once; `make test-full` draws others each time."""
     fuzz(template, seed)

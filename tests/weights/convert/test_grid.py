@@ -1,4 +1,4 @@
-"""Tests of the round trip through real process groups for every family and parallel layout, bit for bit.
+"""Tests of the round trip through real process groups for every family and layout, and in bfloat16 for a few, bit for bit.
 
 A Hugging Face model is converted to torch_dist for one layout. A gloo group of another layout loads this checkpoint,
 computes the same logits as transformers, and saves a checkpoint, which is converted back.
@@ -89,6 +89,8 @@ NORMAL = (
     ("gemma3", Cut(pp=2)),
 )
 """Kinds and layouts of the default suite."""
+ROUNDED = (Cut(tp=2, pp=2), Cut(tp=2, pp=2, ep=2), Cut(tp=4), Cut(pp=3))
+"""Layouts tested in bfloat16; float32 has all, and differs by rounding alone."""
 
 
 def points() -> Iterator[object]:
@@ -96,6 +98,7 @@ def points() -> Iterator[object]:
     for name, kind in KINDS.items():
         spreads = (1, 2) if kind.mixture else (1,)
         cuts = [cut for cut in map(Cut._make, product((1, 2, 4), (1, 2, 3), spreads)) if cut.processes <= PROCESSES]
+        cuts = [cut for cut in cuts if kind.dtype is Dtype.float32 or cut in ROUNDED]
         for cut, other in zip(cuts, cuts[1:] + cuts[:1], strict=True):
             marks = () if (name, cut) in NORMAL else pytest.mark.slow
             yield pytest.param(kind, cut, other, id="{}-tp{}-pp{}-ep{}".format(name, *cut), marks=marks)
