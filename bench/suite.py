@@ -1,7 +1,7 @@
 """Runs the default suite ten times (network, load, kernels and alignment, order), or the long tests once.
 
     python -m bench.suite [--only avx2 --only random-1]      # hours on two cores
-    python -m bench.suite --only full                        # `make test-full` once: an hour or more
+    python -m bench.suite --only full                        # `make test-full` once: about an hour
 
 Runs under load share the cores with busy processes. After each run, outputs/bench/suite.json is written: seconds, the
 machine's load, cases, failures by name, and the peak memory of all tests together. The output of a run is in
